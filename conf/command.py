@@ -87,7 +87,7 @@ def key_values(arguments: Sequence[str], keys: Mapping[str, str | None]) -> dict
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key not in keys:
-            raise UserError(no_key(key, keys))
+            raise UserError(no_key(key, keys, "This command"))
         if not equals or not value:
             raise UserError(f"{key} has no value: write {key}=...")
         given[key] = None if value == "null" else value

@@ -54,12 +54,14 @@ def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:
     return [override for override in overrides if override.lstrip("+~").split("=")[0] in keys]
 
 
-def no_key(full: str, known: Iterable[str]) -> str:
-    """A mistyped key, with those that its node has: Hydra's own message advises to add it."""
+def no_key(full: str, known: Iterable[str], owner: str = "") -> str:
+    """A mistyped key, with those that its node has: Hydra's own message advises to add it. owner: what has
+    them, where that is no node of the config."""
     node, _, key = full.rpartition(".")
     known = sorted(name for name in map(str, known) if name != "hydra" and not name.startswith("_"))
     return (
-        f"There is no key {full}{_meant(key, known)} {node or 'The config'} has {', '.join(known) or 'none'}."
+        f"There is no key {full}{_meant(key, known)} "
+        f"{owner or node or 'The config'} has {', '.join(known) or 'none'}."
     )
 
 

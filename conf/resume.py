@@ -24,6 +24,15 @@ FREE |= {f"data.{key}" for key in ("path", "pattern", "tokenizer.path")}  # the 
 FREE |= {f"data.{key}" for key in ("num_workers", "pin_memory", "prepare_workers", "verify")}
 
 
+def _missing(cfg: DictConfig, full: str) -> str:
+    """What is said of a key that is not there: of the first of its parts that is not, as of a new run."""
+    node, key, rest = cfg, *full.partition(".")[::2]
+    while rest and isinstance(node, DictConfig) and key.rpartition(".")[2] in node:
+        node, (part, _, rest) = OmegaConf.select(cfg, key), rest.partition(".")
+        key = f"{key}.{part}"
+    return no_key(key, node if isinstance(node, DictConfig) else ())
+
+
 def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choices]:
     """The config and choices of a saved run with command-line overrides on top.
 
@@ -60,9 +69,7 @@ def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choice
                 )
             continue  # a key that conf/ lacks, and that is not taken from the file
         if not p.is_add() and not there:
-            node = OmegaConf.select(cfg, p.key_or_group.rpartition(".")[0])
-            known = node if isinstance(node, DictConfig) else {} if "." in p.key_or_group else cfg
-            raise UserError(no_key(p.key_or_group, known))
+            raise UserError(_missing(cfg, p.key_or_group))
         node = OmegaConf.select(cfg, p.key_or_group) if there else None
         OmegaConf.update(cfg, p.key_or_group, spelled_out(p.key_or_group, p.value(), node), merge=True)
     OmegaConf.set_struct(cfg, True)

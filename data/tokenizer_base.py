@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from conf.values import UserError
+
 EOT_TEXT = "<|endoftext|>"
+
+
+def unknown_characters(unknown: set[str], known: int) -> UserError:
+    """Of a tokenizer of `known` characters that is given others."""
+    shown = ", ".join(map(repr, sorted(unknown)[:10])) + (", ..." if len(unknown) > 10 else "")
+    return UserError(
+        f"the char tokenizer does not know {shown}: it has only the {known} characters of its corpus. Leave "
+        "them out of the text; a model that is trained from the start, without init_from, can have "
+        "data.tokenizer.kind=byte or bpe"
+    )
 
 
 class Tokenizer:

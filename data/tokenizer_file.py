@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from conf.values import UserError, shown
-from data.tokenizer_base import Tokenizer
+from data.tokenizer_base import Tokenizer, unknown_characters
 
 FIELDS = {"json": str, "vocab_size": int, "eos": str, "bos": str, "chat_template": str}
 
@@ -61,6 +61,21 @@ class JSONTokenizer(Tokenizer):
         """Whether the library, asked to, adds tokens to a text."""
         return self._library.num_special_tokens_to_add(is_pair=False) > 0
 
+    @contextmanager
+    def _encoding(self, text: str) -> Iterator[None]:
+        """UserError for a text that cannot be encoded within: of what a char tokenizer was exported to, it
+        names the characters, as that has no token for what it does not know."""
+        _require_unicode(text)
+        try:
+            with _damaged():
+                yield
+        except UserError:
+            model = json.loads(self.text)["model"]
+            unknown = set(text) - set("".join(self.vocabulary()))
+            if model.get("type") == "WordLevel" and model.get("unk_token") == "" and unknown:
+                raise unknown_characters(unknown, len(model["vocab"])) from None
+            raise
+
     def _id(self, token: str) -> int:
         with _damaged():  # a surrogate is no text to it
             found = self._library.token_to_id(token)
@@ -69,17 +84,15 @@ class JSONTokenizer(Tokenizer):
         return found
 
     def encode_array(self, text: str) -> np.ndarray:
-        _require_unicode(text)
-        with _damaged():
+        with self._encoding(text):
             encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.asarray(encoded.ids, dtype=np.int64)
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(n,) ids of a text in which special tokens are meant, and (n,) where each begins in it."""
-        _require_unicode(text)
         self._library.encode_special_tokens = False
         try:
-            with _damaged():
+            with self._encoding(text):
                 encoded = self._library.encode(text, add_special_tokens=False)
         finally:
             self._library.encode_special_tokens = True

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from conf.values import UserError, number, shown, whole
-from data.tokenizer_base import Tokenizer
+from data.tokenizer_base import Tokenizer, unknown_characters
 from data.tokenizer_file import JSONTokenizer, read_file
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -43,13 +43,7 @@ class CharTokenizer(Tokenizer):
         ids = np.searchsorted(self._codes, codes)
         known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
         if not known.all():
-            unknown = sorted({chr(code) for code in codes[~known]})
-            shown = ", ".join(repr(char) for char in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
-            raise UserError(
-                f"the char tokenizer does not know {shown}: it has only the {self.vocab_size} characters of "
-                "its corpus. Leave them out of the text; a model that is trained from the start, without "
-                "init_from, can have data.tokenizer.kind=byte or bpe"
-            )
+            raise unknown_characters({chr(code) for code in codes[~known]}, self.vocab_size)
         return ids
 
     def _decode_plain(self, ids: list[int]) -> str:

@@ -47,8 +47,12 @@ def arguments() -> argparse.Namespace:
     options = made.parse_args()
     if options.new < 2:
         made.error(f"--new {options.new}: a first token has no decoding step to time; ask for 2 or more")
+    if options.prompt > options.seq_len:  # of it generation would read the end alone
+        made.error(
+            f"--prompt {options.prompt}: the context has {options.seq_len} tokens; give a larger --seq-len"
+        )
     if options.no_cache and options.compile:
-        made.error("--no-cache --compile: what is compiled is a step over the cache; leave one of them out")
+        made.error("--no-cache --compile: what is compiled is a decoding step over a cache; leave one out")
     return options
 
 

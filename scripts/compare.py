@@ -70,8 +70,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         given[key] = text
         if key in WHOLE:
             least = 0 if key in ("seed", "window") else 1
-            if not text.isascii() or not text.isdigit() or int(text) < least:
-                raise UserError(f"{key}={text}: it needs a whole number, at least {least}.")
+            if not text.isascii() or not text.isdigit() or not least <= int(text) < 2**63:
+                raise UserError(f"{key}={text}: it needs a whole number, at least {least}, below 2^63.")
             given[key] = int(text)
         elif key in ("causal", "alibi"):
             if text not in ("true", "false"):
@@ -88,6 +88,11 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         raise UserError(
             f"heads={given['heads']} kv_heads={given['kv_heads']}: heads has to be a multiple of kv_heads."
         )
+    if (given["document_ids"] or 0) > given["seq_len"]:
+        raise UserError(
+            f"document_ids={given['document_ids']} seq_len={given['seq_len']}: a document has at least a "
+            "token; give at most seq_len."
+        )
     if (given["ckpt"] is None) != (given["text"] is None):
         raise UserError("ckpt= and text= go together: the model, and the text it reads.")
     shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "runs_dir", "text")]
@@ -99,6 +104,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 def random_problem(given: dict[str, Any], device: Any, dtype: Any) -> Problem:
     """The call that the keys describe, on normal random tensors."""
     import torch
+    import torch.nn.functional as F
 
     from scripts.accuracy import Problem
 
@@ -115,8 +121,9 @@ def random_problem(given: dict[str, Any], device: Any, dtype: Any) -> Problem:
     if given["alibi"]:
         options["alibi_slopes"] = 2.0 ** (-8 * (torch.arange(heads, device=device) + 1) / heads)
     if given["document_ids"]:
-        cuts = torch.rand(batch, tokens, generator=g) < given["document_ids"] / tokens
-        options["document_ids"] = cuts.cumsum(1).to(device, torch.int32)
+        drawn = torch.rand(batch, tokens - 1, generator=g).argsort(1)  # behind which tokens a document ends
+        ids = F.pad((drawn < given["document_ids"] - 1).cumsum(1), (1, 0))
+        options["document_ids"] = ids.to(device, torch.int32)
     q, k, v, dout = tensor(heads), tensor(kv_heads), tensor(kv_heads), tensor(heads)
     return Problem(q, k, v, {name: x for name, x in options.items() if x is not None}, dout)
 
@@ -136,6 +143,18 @@ def table(findings: list[Finding]) -> Any:
 
 
 def run(arguments: list[str]) -> bool:
+    """Print the comparison of these words; True for a fault."""
+    given = parse(arguments)
+    from model.training.out_of_memory import out_of_memory_told
+
+    remedy = (
+        "give a shorter text=" if given["ckpt"] is not None else "give a smaller seq_len=, batch= or heads="
+    )
+    with out_of_memory_told(f"{remedy}, or implementations that do not store the scores, as naive does"):
+        return compared(given)
+
+
+def compared(given: dict[str, Any]) -> bool:
     """Print the comparison; True for a fault."""
     from omegaconf import OmegaConf
     from rich.console import Console
@@ -145,8 +164,7 @@ def run(arguments: list[str]) -> bool:
     from conf.compose import build_attention
     from scripts.generate import placement
 
-    given = parse(arguments)
-    device, dtype = placement(given["device"], given["dtype"])
+    device, dtype = placement(given["device"], given["dtype"], "dtype")
     console = Console(highlight=False, soft_wrap=True)
     names = [given["attention"], given["against"]]
     if names[0] == names[1]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2**28  # of all rows together, 8 bytes each
 
 
-def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
-    """Where the model generates, and in which dtype."""
+def placement(device: str, precision: str, key: str = "precision") -> tuple[torch.device, torch.dtype]:
+    """Where the model generates, and in which dtype. key: what the command calls it."""
     import torch
 
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?|mps", device, flags=re.ASCII):
@@ -45,13 +45,13 @@ def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
         )
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if precision != "auto" and precision not in dtypes:
-        raise UserError(f"precision={precision}: choose one of auto, {', '.join(dtypes)}.")
+        raise UserError(f"{key}={precision}: choose one of auto, {', '.join(dtypes)}.")
     if where.type == "cuda" and precision in ("auto", "bf16"):
         with torch.cuda.device(where):
             able = torch.cuda.is_bf16_supported(including_emulation=False)
         if precision == "bf16" and not able:
             name = torch.cuda.get_device_name(where)
-            raise UserError(f"precision=bf16: {name} has no bf16; choose fp16, fp32 or auto.")
+            raise UserError(f"{key}=bf16: {name} has no bf16; choose fp16, fp32 or auto.")
         precision = "bf16" if able else "fp32"
     elif precision == "auto":
         precision = "fp32"

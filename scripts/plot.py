@@ -32,11 +32,17 @@ def smoothed(values: list[float], width: int) -> list[float]:
     return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 
+def name_of(metrics: Path) -> str:
+    """What a run is called: its folder, also given as `.` or by its metrics.csv; else the file."""
+    return metrics.resolve().parent.name if metrics.name == "metrics.csv" else metrics.stem
+
+
 def draw(runs: list[Path], out: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
+    matplotlib.rcParams["text.parse_math"] = False  # a $ in a title or a run's name is a $
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
@@ -58,7 +64,7 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
             raise SystemExit(f"{run} has no finite validation loss, as it has diverged: leave it out.")
         axes.plot(steps, losses, color=colour, lw=1.5, marker="o", ms=3.5)
         best = min(loss for _, loss in finite)
-        label = f"{run.name if run.is_dir() else run.stem}\nbest {best:.4f}"
+        label = f"{name_of(path)}\nbest {best:.4f}"
         axes.annotate(
             label,
             finite[-1],

@@ -148,6 +148,10 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
+    if not (options.root / "results").is_dir():
+        parser.error(
+            f"--root {options.root}: it has no results; give a folder with all files of this repository"
+        )
     if options.audit:
         audit(options.root / "results")
         return
@@ -168,6 +172,7 @@ def main() -> None:
     if options.html:
         from scripts.measure.report.html_report import page
 
+        options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(options.root / "results"), encoding="utf-8")
         print(options.html)
 

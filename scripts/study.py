@@ -34,7 +34,11 @@ def main() -> None:
             what = " ".join(module_of(name).__doc__.split("\n\n")[0].split())
             print(f"{name:22}{what} ({measurements.measurement(name).takes})")
         return
-    if words == ["all"]:
+    if words[0] == "all":
+        if words[1:]:
+            raise SystemExit(
+                f"all {' '.join(words[1:])}: all takes no options; leave them out, or name a study."
+            )
         return every()
     if words[0] not in names:
         raise SystemExit(f"{words[0]} is no study: choose of {', '.join(['all', *names])}.")

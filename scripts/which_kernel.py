@@ -7,8 +7,8 @@ Keys and their defaults: attention=auto, batch=2, heads=16, kv_heads=heads, seq_
 keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
 dtype=bf16 (or fp16, fp32; on a CPU fp32), and features=, any of window, softcap, alibi, bias, bias_grad,
 document_ids, kv_lengths, block_mask, relative_bias and dropout, joined by commas. attention.*=... sets an
-option of the implementation. Exit code 1: a kernel ran that the implementation does not declare; 2: the call
-was refused, for the reasons printed.
+option of the implementation. Exit code 1: a kernel ran that the implementation does not declare, or a key or
+value is wrong; 2: the call was refused or had too little memory, for the reasons printed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> int:
     given, overrides = parse(sys.argv[1:])
     import torch
 
-    from attention.base import UnsupportedAttention
+    from model.training.out_of_memory import out_of_memory_told
     from scripts.measure.instruments.bench_points import DTYPES, PASSES, Shape
     from scripts.measure.instruments.contestants import Field
     from scripts.measure.rows import choices
@@ -147,15 +147,16 @@ def main() -> int:
         raise UserError(f"heads={sizes[1]} needs to be a multiple of kv_heads={sizes[2]}.")
     causal = one_of(given, "causal", ("true", "false")) == "true"
     shape = Shape(*sizes, causal, one_of(given, "dtype", DTYPES), decode=passed == "decode")
-    field = Field(shape, "cuda" if cuda else "cpu")
-    field.options |= extras(names, *field.sets[0][:2])
     attention = build(asked, overrides)
     try:
-        attention.require(field.call(passed))
-    except UnsupportedAttention as refusal:
+        with out_of_memory_told("give a smaller seq_len=, batch= or heads="):
+            field = Field(shape, "cuda" if cuda else "cpu")
+            field.options |= extras(names, *field.sets[0][:2])
+            attention.require(field.call(passed))
+            return report(field, asked, attention, passed)
+    except UserError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    return report(field, asked, attention, passed)
 
 
 if __name__ == "__main__":

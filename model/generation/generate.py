@@ -219,12 +219,16 @@ def require_all(
         require(decoding, [call("decode", tokens=capacity, cache=kinds)])
 
 
-def require_cache(kv_cache: bool, **given: bool | None) -> None:
+def require_cache(
+    kv_cache: bool, cache_dtype: str, decode_attention: Attention | None, compile: bool, fused: bool | None
+) -> None:
     """UserError where options are given that mean nothing without a cache."""
-    if not kv_cache and any(given.values()):
+    given = {"cache_dtype": cache_dtype != "auto", "decode_attention": decode_attention is not None}
+    given |= {"compile": compile, "fused": fused}
+    if not kv_cache and (names := [name for name in given if given[name]]):
         raise UserError(
-            f"kv_cache=False and {', '.join(name for name in given if given[name])}: they are of decoding "
-            "over a cache, which needs kv_cache=True."
+            f"kv_cache=False and {', '.join(names)}: they are of decoding over a cache, which needs "
+            "kv_cache=True."
         )
 
 
@@ -269,8 +273,7 @@ def generate(
 
     Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.device
-    asked = {"cache_dtype": cache_dtype != "auto", "decode_attention": decode_attention is not None}
-    require_cache(kv_cache, **asked, compile=compile, fused=fused)
+    require_cache(kv_cache, cache_dtype, decode_attention, compile, fused)
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot, seed)
     lengths, kinds = [len(prompt) for prompt in prompts], cache_kinds(cache_dtype, config.head_size)
     # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.
@@ -279,7 +282,6 @@ def generate(
     decoding = (decode_attention or model.transformer.h[0].attn.attention) if kv_cache else None
     require_all(model, decoding, len(prompts), longest, capacity, kinds)
     step = FusedStep if kv_cache and not compile and wants_fused(model, fused) else None
-
     training = model.training
     model.eval()
     try:

@@ -36,6 +36,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
+def out_of_memory_told(remedy: str) -> Iterator[None]:
+    """Out of memory within is a UserError that ends in `remedy`: of commands that predict no memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"Out of memory ({said}): {remedy}.") from error
+
+
+@contextmanager
 def out_of_memory_explained(
     config: Mapping[str, Any],
     device: torch.device,

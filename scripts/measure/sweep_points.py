@@ -112,7 +112,9 @@ def study_of(overrides: list[str]) -> Study:
             for path in sorted((CONF / "experiment").glob("*.yaml"))
             if "sweep" in OmegaConf.load(path)
         )
-        raise UserError(f"experiment={chosen.get('experiment')} has no sweep block: choose one of {studies}.")
+        asked = chosen.get("experiment")
+        said = f"experiment={asked} has no sweep block" if asked else "experiment=... has to be given"
+        raise UserError(f"{said}: choose one of {studies}.")
     grid = {key: _values(key, value) for key, value in _leaves(block["grid"]).items()}
     for override in overrides:
         key = override.lstrip("+").split("=")[0]

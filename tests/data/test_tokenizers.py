@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from conf.values import UserError
 from data import hub
+from data.tokenizer_export import tokenizer_files
 from data.tokenizer_file import JSONTokenizer, read_file
 from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from_dict, tokenizer_spec
 from tests.data.conftest import some_text
@@ -26,9 +27,13 @@ def test_char_is_one_id_per_code_point_in_order():
 
 
 def test_char_names_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"'X', 'é'.*only the 3 characters"):
-        CharTokenizer("abc").encode("aXbéX")
-    assert CharTokenizer("abc").encode("") == []
+    """Also as the tokenizer.json that it is exported to."""
+    exported = JSONTokenizer(tokenizer_files(CharTokenizer("abc"), 8)["tokenizer.json"])
+    encoders = CharTokenizer("abc").encode, exported.encode, exported.encode_special
+    for encode in encoders:
+        with pytest.raises(ValueError, match=r"does not know 'X', 'é'.*only the 3 characters"):
+            encode("aXbéX")
+    assert CharTokenizer("abc").encode("") == exported.encode("") == []
 
 
 @settings(max_examples=60, deadline=None)

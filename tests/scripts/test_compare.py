@@ -83,6 +83,12 @@ def test_an_old_key_is_understood_with_a_notice(capsys: pytest.CaptureFixture[st
     assert "note: the command line has segments, which is now called document_ids." in capsys.readouterr().err
 
 
+def test_a_row_has_as_many_documents_as_asked_for() -> None:
+    for n in (1, 3, 72):
+        problem = random_problem({**USUAL, **SHAPE, "document_ids": n}, "cpu", torch.float32)
+        assert [len(row.unique()) for row in problem.options["document_ids"]] == [n, n]
+
+
 def test_rounding_is_called_rounding() -> None:
     text, faulty = verdict("none", softcap=5.0, window=9, alibi=True, document_ids=3)
     assert not faulty and "faulty: only rounding" in text and "is rounding error" in text
@@ -118,6 +124,11 @@ def test_a_part_stands_for_a_long_call() -> None:
         (["softcap=-3"], "softcap=-3: it needs a number above 0"),
         (["softcap=nan"], "softcap=nan: it needs a number above 0"),
         (["softcap=inf"], "softcap=inf: it needs a number above 0"),
+        (
+            ["seed=9223372036854775808"],
+            "seed=9223372036854775808: it needs a whole number, at least 0, below",
+        ),
+        (["seq_len=4", "document_ids=5"], "document_ids=5 seq_len=4: a document has at least a token"),
         (["heads=3", "kv_heads=2"], "heads=3 kv_heads=2: heads has to be a multiple"),
         (["kv_heads=8"], "heads=4 kv_heads=8: heads has to be a multiple"),
         (["alibi=1"], "alibi=1: it needs true or false"),
@@ -149,6 +160,9 @@ def test_the_command(capsys) -> None:
         assert run("attention=tiled", *shape) == 1
     assert run("attention=naive") == 2 and "both naive" in capsys.readouterr().err
     assert run("attention=sdpa", "softcap=3") == 2 and "softcap" in capsys.readouterr().err
+    assert run("attention=sdpa", "dtype=int8") == 2 and "error: dtype=int8:" in capsys.readouterr().err
+    assert run("attention=sdpa", f"seq_len={2**40}") == 2  # not 1, which is a fault
+    assert "Out of memory" in capsys.readouterr().err
 
 
 def test_in_a_trained_model(tmp_path: Path, capsys) -> None:

@@ -26,6 +26,19 @@ def test_every_folder_of_results_has_a_command_and_a_time():
             assert (ROOT / command.split()[1]).is_file()
 
 
+def test_all_takes_no_options(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["study.py", "all", "--fresh"])
+    with pytest.raises(SystemExit, match="all --fresh: all takes no options; leave them out"):
+        study.main()
+
+
+def test_the_list_of_studies_has_a_line_for_each(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["study.py", "--help"])
+    study.main()
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) > 25 and max(map(len, listed)) < 200
+
+
 @pytest.mark.parametrize(
     ("gpu_s", "estimated", "said"),
     [(0, False, "no GPU"), (85, False, "85 s of one H200"), (780, True, "about 13 min of one H200")],

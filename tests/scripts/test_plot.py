@@ -11,20 +11,25 @@ ROWS = "step,train/loss,val/loss\n1,5.0,\n2,4.0,4.5\n3,3.5,\n"
 
 @pytest.fixture
 def plot(tmp_path, monkeypatch):
-    def plot(metrics: str, out: str = "loss.svg") -> str:
+    def plot(metrics: str, out: str = "loss.svg", run: str = "a", place: str = ".", title: str = "") -> str:
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / "metrics.csv").write_text(metrics)
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["plot.py", "a", "--out", out])
+        monkeypatch.chdir(tmp_path / place)
+        monkeypatch.setattr(sys, "argv", ["plot.py", run, "--out", out, "--title", title])
         main()
-        return (tmp_path / out).read_text()
+        return (tmp_path / place / out).read_text()
 
     return plot
 
 
-def test_a_run_is_labelled_on_two_lines(plot):
-    svg = plot(ROWS)
+@pytest.mark.parametrize(("run", "place"), [("a", "."), ("a/metrics.csv", "."), (".", "a"), ("../a", "a")])
+def test_a_run_is_labelled_on_two_lines(plot, run, place):
+    svg = plot(ROWS, run=run, place=place)
     assert "<!-- a -->" in svg and "<!-- best 4.5000 -->" in svg
+
+
+def test_a_title_is_no_formula(plot):
+    assert r"<!-- $\no of $5 -->" in plot(ROWS, title=r"$\no of $5")
 
 
 def test_a_run_that_has_diverged_has_its_best_before(plot):

@@ -299,6 +299,9 @@ def test_mistakes_are_said(checkout, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "tables")
     assert "tables: choose of capabilities, results, overview, advice, auto" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "studies", "--root", gone := checkout / "gone")
+    assert not gone.exists() and "gone: it has no results; give a folder with" in capsys.readouterr().err
     (checkout / "attention" / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="0 blocks named capabilities"):
         run(monkeypatch, "capabilities", "--root", checkout)

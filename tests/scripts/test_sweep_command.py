@@ -15,6 +15,7 @@ from tests.scripts.studies import TINY
     ("arguments", "words"),
     [
         (["experiment=quickstart"], ["experiment=quickstart", "seqlen_scaling_tiny"]),
+        ([], ["experiment=... has to be given: choose one of", "seqlen_scaling_tiny"]),
         ([*TINY, "attention=naive"], ["attention=naive", "sweep.grid.attention=[...]"]),
         ([*TINY, "data.batch_size=3"], ["data.batch_size=3", "sweep.micro_tokens"]),
         ([*TINY, "sweep.grid.seq_len=[48]"], ["sweep.micro_tokens=128", "seq_len=48"]),

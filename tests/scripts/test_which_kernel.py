@@ -57,6 +57,11 @@ def test_a_refusal_gives_the_reasons(which):
     assert "no softcap" in err and "SDPA's cudnn kernel has no cpu" in err
 
 
+def test_too_little_memory_is_no_verdict(which):
+    code, out, err = which("attention=sdpa", f"seq_len={2**40}")
+    assert code == 2 and not out and err.startswith("error: Out of memory") and "smaller seq_len=" in err
+
+
 def test_an_old_feature_is_understood_with_a_notice(which):
     code, out, err = which("attention=naive", "features=segments")
     assert code == 0 and "features: document_ids" in out

@@ -17,7 +17,7 @@ from model.config import GPTConfig
 from model.costs.memory import peak
 from model.costs.run import Run
 from model.training.lit_gpt import LitGPT
-from model.training.out_of_memory import is_out_of_memory, remedies
+from model.training.out_of_memory import is_out_of_memory, out_of_memory_told, remedies
 from tests.running import train_here
 
 CUDA = (
@@ -38,6 +38,16 @@ CUDA = (
 )
 def test_what_is_out_of_memory(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) == is_memory
+
+
+def test_what_a_command_says_that_predicts_nothing() -> None:
+    with (
+        pytest.raises(UserError, match=r"^Out of memory \(CUDA .*\): give less\.$"),
+        out_of_memory_told("give less"),
+    ):
+        raise torch.OutOfMemoryError("CUDA has none.\nmore")
+    with pytest.raises(RuntimeError, match="shapes"), out_of_memory_told("give less"):
+        raise RuntimeError("shapes")
 
 
 def test_what_to_lower_is_predicted() -> None:
