@@ -42,6 +42,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     from conf.resume import load_run, require_causal
     from model.evaluation import score
     from model.generation.weights import quantise_weights
+    from model.training.out_of_memory import out_of_memory_told
     from scripts.generate import finite, placement
 
     overrides = [argument for argument in arguments if argument.split("=")[0].split(".")[0] == "attention"]
@@ -54,7 +55,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
     ids = tokenizer.encode(text)
     quantise_weights(net, str(options["weight_dtype"]))
-    found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
+    with out_of_memory_told("give a smaller batch=, or another attention="):
+        found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
     first = tokenizer.decode(ids[:1])
     if not text.startswith(first):  # a token that ends amid a character, of which it may have a byte
         first = first.replace("\ufffd", "?")

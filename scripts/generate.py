@@ -137,6 +137,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     from model.generation.fused import wants_fused
     from model.generation.generate import checked, require_all
     from model.generation.paged_cache import paged_kinds
+    from model.training.out_of_memory import out_of_memory_told
     from scripts.measure.instruments.streaming import Terminal
 
     texts, new = read_prompts(options), options["max_new_tokens"]
@@ -168,7 +169,10 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot, prompts)
     how = sampling | {key: options[key] for key in ("seed", "cache_dtype")}
     how |= {"eot": tokenizer.eot, "on_token": terminal.on_token, "decode_attention": decoding}
-    result, done = generated(model, prompts, options, how, pool if paged else None, draft)
+    with out_of_memory_told(
+        "ask for fewer num_samples= or max_new_tokens=, or keep less by cache_dtype=int8"
+    ):
+        result, done = generated(model, prompts, options, how, pool if paged else None, draft)
     terminal.close()
     say(f"{done}, set-up {result.setup_s:.1f} s, {result.reencoded} re-encodings, seed {result.seed})")
     return result

@@ -6,8 +6,10 @@ import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 from conf.resume import load_run
 from model.evaluation import score
@@ -93,6 +95,14 @@ def test_mistakes_are_one_message(
     (folder / "empty.txt").touch()
     out = said(folder, capsys, *words)
     assert out.startswith("error: ") and message in out and out.count("\n") == 1
+
+
+def test_too_little_memory_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.evaluation.score", mock.Mock(side_effect=torch.OutOfMemoryError("of 9 GiB")))
+    out = said(folder, capsys, "ckpt=a", "text=other.txt")
+    assert out == "error: Out of memory (of 9 GiB): give a smaller batch=, or another attention=.\n"
 
 
 def test_a_model_that_sees_what_follows_gives_no_perplexity(

@@ -248,6 +248,14 @@ def test_a_mistake_is_one_message(trained, arguments, words, monkeypatch, capsys
     assert len(err.splitlines()) <= 2 and not out
 
 
+def test_too_little_memory_is_one_message(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    monkeypatch.setattr("model.generation.generate.generate", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(SystemExit):
+        main(["prompt=a", "max_new_tokens=2"])
+    assert "error: Out of memory (MemoryError): ask for fewer num_samples=" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_reader_that_has_seen_enough(trained):
     """As in `generate.py ... | head -c 1`."""
