@@ -89,12 +89,14 @@ def foreseeing(net: GPT) -> Iterator[None]:
     """`net` without dropout, and then as it was. UserError where it sees the tokens that it is to foresee."""
     if not net.config.causal:
         raise UserError("model.causal=false: a model that sees a token gives it no probability; use true.")
-    training = net.training
+    if not net.training:  # to say so to each module takes 12 ms of 24 layers
+        yield
+        return
     net.eval()
     try:
         yield
     finally:
-        net.train(training)
+        net.train()
 
 
 def made_cache(net: GPT, batch: int, cache_dtype: str) -> PagedCache:

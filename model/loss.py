@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ops.triton  # noqa: F401  names the folder of Triton's binaries, before torch.compile names another
 from ops.linear import first_derivative_only, product
 
 IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary

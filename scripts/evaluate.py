@@ -52,10 +52,10 @@ def evaluate(arguments: Sequence[str]) -> None:
     device, dtype = placement(str(options["device"]), str(options["precision"]))
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
-    net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
     ids = tokenizer.encode(text)
-    quantise_weights(net, str(options["weight_dtype"]))
     with out_of_memory_told("give a smaller batch=, or another attention="):
+        net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
+        quantise_weights(net, str(options["weight_dtype"]))
         found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
     first = tokenizer.decode(ids[:1])
     if not text.startswith(first):  # a token that ends amid a character, of which it may have a byte

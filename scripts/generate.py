@@ -137,7 +137,6 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     from model.generation.fused import wants_fused
     from model.generation.generate import checked, require_all
     from model.generation.paged_cache import paged_kinds
-    from model.training.out_of_memory import out_of_memory_told
     from scripts.measure.instruments.streaming import Terminal
 
     texts, new = read_prompts(options), options["max_new_tokens"]
@@ -169,10 +168,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot, prompts)
     how = sampling | {key: options[key] for key in ("seed", "cache_dtype")}
     how |= {"eot": tokenizer.eot, "on_token": terminal.on_token, "decode_attention": decoding}
-    with out_of_memory_told(
-        "ask for fewer num_samples= or max_new_tokens=, or keep less by cache_dtype=int8"
-    ):
-        result, done = generated(model, prompts, options, how, pool if paged else None, draft)
+    result, done = generated(model, prompts, options, how, pool if paged else None, draft)
     terminal.close()
     say(f"{done}, set-up {result.setup_s:.1f} s, {result.reencoded} re-encodings, seed {result.seed})")
     return result
@@ -287,13 +283,16 @@ def main(arguments: Sequence[str]) -> None:
 def write(arguments: Sequence[str]) -> None:
     from conf.resume import load_run
     from model.generation.weights import quantise_weights
+    from model.training.out_of_memory import out_of_memory_told
 
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])
     model, tokenizer, cfg = load_run(options["ckpt"], overrides, options["runs_dir"])
-    model = finite(model, f"ckpt={options['ckpt']}", options["precision"], device, dtype)
-    quantise_weights(model, options["weight_dtype"])
-    run(model, tokenizer, cfg, options)
+    remedy = "ask for fewer num_samples= or max_new_tokens=, or keep less by cache_dtype=int8"
+    with out_of_memory_told(remedy):
+        model = finite(model, f"ckpt={options['ckpt']}", options["precision"], device, dtype)
+        quantise_weights(model, options["weight_dtype"])
+        run(model, tokenizer, cfg, options)
 
 
 def finite(model: GPT, given: str, precision: str, device: torch.device, dtype: torch.dtype) -> GPT:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,15 +20,21 @@ from model.kv_cache import KVCache
 
 
 def at_least_1(key: str, value: Any, null: str = "") -> None:
-    """UserError unless `value` is an integer of 1 or more, numpy's too, or None where `null` says what that
-    stands for."""
-    if not (value is None and null) and (not is_a(Integral, value) or value < 1):
+    """UserError unless `value` is an integer of 1 or more, also numpy's or a tensor's, or None where `null`
+    says what that stands for."""
+    if value is None and null:
+        return
+    try:
+        able = not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        able = False
+    if not able:
         also = f", or null for {null}" if null else ""
         raise UserError(f"{key}={value!r}: it needs to be at least 1, as a whole number{also}.")
 
 
-def is_a(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,12 @@ class Sampling:
     def __post_init__(self) -> None:
         # below a thousandth, logits divided by it may overflow, and a tie of infinities is no choice
         hot = self.temperature
-        if not is_a(Real, hot) or (hot != 0 and not 1e-3 <= hot < float("inf")):
-            raise UserError(f"temperature={hot!r}: it needs to be 0, which is greedy, or at least 0.001.")
+        if not is_number(hot) or (hot != 0 and not 1e-3 <= hot < float("inf")):
+            raise UserError(
+                f"temperature={hot!r}: it needs to be 0, which is greedy, or at least 0.001, as a number."
+            )
         at_least_1("top_k", self.top_k, null="all tokens")
-        if self.top_p is not None and not (is_a(Real, self.top_p) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise UserError(
                 f"top_p={self.top_p!r}: it needs to be in (0, 1] as a number, or null for all tokens."
             )

@@ -67,6 +67,7 @@ def made_rows(prompts: Sequence[list[int]], most_new: Sequence[int]) -> list[Row
         )
     for new in most_new:
         at_least_1("max_new_tokens", new)
+    most_new = map(int, most_new)
     return [Row(i, p, len(p), len(p) + new) for i, (p, new) in enumerate(zip(prompts, most_new, strict=True))]
 
 

@@ -118,7 +118,7 @@ class Reader:
 def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int | None) -> list[list[int]]:
     """The prompts as lists; an empty one starts from the end-of-text token, as documents do."""
     try:
-        prompts = [[int(operator.index(token)) for token in prompt] for prompt in prompts]
+        prompts = [[*map(operator.index, prompt)] for prompt in prompts]
     except TypeError:  # of text, of one prompt alone, of numbers with a fraction
         raise UserError(
             f"prompts={ascii(prompts)[:60]}: they need to be a list of prompts, each a list of token ids; "
@@ -173,17 +173,20 @@ FINITE: WeakKeyDictionary[GPT, list[tuple[int, int]]] = WeakKeyDictionary()
 
 def require_finite(model: GPT) -> None:
     """UserError where weights are NaN or infinite: of such logits, whatever they say, token 0 is the largest.
-    On a CPU reading all takes as long as a token: in a loop only after they were written."""
+    On a CPU reading all takes as long as a token: in a loop only after they were written, as far as that can
+    be seen (not through `.data`, nor by a CUDA graph)."""
     weights = numbers(model)
-    state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in weights.values()]
-    if FINITE.get(model) == state:
+    seen = not any(each.is_inference() for each in weights.values())  # those have no versions
+    state = [(each.data_ptr(), each._version) for each in weights.values()] if seen else None
+    if seen and FINITE.get(model) == state:
         return
     if bad := not_finite(model):
         raise UserError(
             f"{len(bad)} of {len(weights)} weight tensors hold NaN or infinity, {bad[0]} first: give a model "
             "whose weights are finite, from before it diverged or in bf16 or fp32."
         )
-    FINITE[model] = state
+    if seen:
+        FINITE[model] = state
 
 
 def not_finite(model: GPT) -> list[str]:

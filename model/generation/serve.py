@@ -60,7 +60,7 @@ def serve(
     """As `generate`, over a paged cache; `max_new_tokens` of all or of each. With a temperature the text also
     depends on what else is generated. Raises UserError, and UnsupportedAttention before anything runs."""
     pool = pool or Pool()
-    each = isinstance(max_new_tokens, Iterable)
+    each = isinstance(max_new_tokens, Iterable) and getattr(max_new_tokens, "ndim", 1) > 0
     most = 1 if each else max_new_tokens
     sampling, prompts = checked(model, prompts, most, temperature, top_k, top_p, eot, seed)
     most_new = list(max_new_tokens) if each else [most] * len(prompts)

@@ -23,6 +23,8 @@ NULLS = {
 }
 FROM_ZERO = "optim.lr optim.eps optim.weight_decay"
 PARTS = "schedule.min_factor schedule.decay_fraction"
+# Of Lightning's names those that train replicas, in this process or in processes of the launcher.
+STRATEGIES = ("auto", "single_device", "ddp", *(f"ddp_find_unused_parameters_{x}" for x in ("true", "false")))
 SWITCHES = "checkpointing deterministic overwrite callbacks.profile"
 GROUPS = ("attention", "model", "data", "optim", "schedule", "trainer")
 # Arguments of Lightning's Trainer that are decided elsewhere -> where.
@@ -135,7 +137,7 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
             raise UserError(f"trainer.{key}: this training loop needs its own; leave it out.")
     strategy = trainer.get("strategy", "auto")
     # of Lightning's others, fsdp would clip by a norm of each rank's own shards, and ddp_spawn pickle the run
-    if isinstance(strategy, str) and strategy not in ("auto", "ddp"):
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
         raise UserError(
             f"trainer.strategy={strategy}: this training loop knows replicas and FSDP2; choose trainer=ddp, "
             "fsdp2 or context_parallel."

@@ -7,5 +7,6 @@ kernels are in its cache: the next process looked for ours where they were not, 
 import os
 
 _home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-if os.access(_home, os.W_OK):
-    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(_home, ".triton", "cache"))
+_folder = os.path.join(_home, ".triton", "cache")
+if os.access(next(filter(os.path.exists, (_folder, os.path.dirname(_folder))), _home), os.W_OK):
+    os.environ.setdefault("TRITON_CACHE_DIR", _folder)

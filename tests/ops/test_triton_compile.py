@@ -203,7 +203,8 @@ def test_one_folder_keeps_what_is_compiled(
 ) -> None:
     """Ours, and what torch.compile compiles, which obeys TRITON_CACHE_DIR: Triton's own."""
     for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # or nothing would be restored
+        monkeypatch.delenv(name)
     for name in ("home", "other"):
         (tmp_path / name).mkdir()
     for name, value in {"HOME": home, **given}.items():
@@ -212,3 +213,11 @@ def test_one_folder_keeps_what_is_compiled(
     importlib.reload(triton)
     assert os.environ.get("TRITON_CACHE_DIR") == (str(tmp_path / kept_in) if kept_in else None)
     assert not given or taken == os.environ["TRITON_CACHE_DIR"]  # HOME it reads once
+
+
+def test_that_folder_is_named_before_anything_is_compiled() -> None:
+    """With any attention: also where the first of our kernels is the loss, loaded as it first runs."""
+    code = "import sys, model.gpt; print('ops.triton' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said == "True\n"

@@ -100,7 +100,7 @@ def test_mistakes_are_one_message(
 def test_too_little_memory_is_one_message(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.evaluation.score", mock.Mock(side_effect=torch.OutOfMemoryError("of 9 GiB")))
+    monkeypatch.setattr(torch.nn.Module, "to", mock.Mock(side_effect=torch.OutOfMemoryError("of 9 GiB")))
     out = said(folder, capsys, "ckpt=a", "text=other.txt")
     assert out == "error: Out of memory (of 9 GiB): give a smaller batch=, or another attention=.\n"
 

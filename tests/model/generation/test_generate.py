@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -259,6 +260,21 @@ def test_wrong_input_is_named(options, words):
         generate(make(), **{"prompts": [[1]], "max_new_tokens": 3, **options})
     with pytest.raises(ValueError, match="causal"):
         generate(make(causal=False), [[1]], 3)
+
+
+@pytest.mark.parametrize("by", [generate, serve, speculate])
+def test_whole_numbers_of_numpy_and_torch_are_numbers(by):
+    plain = by(make(), [[1, 2]], 3, top_k=5, seed=1).tokens
+    for kind in (np.int64, torch.tensor):
+        assert by(make(), kind([[1, 2]]), kind(3), top_k=kind(5), seed=1).tokens == plain
+    if by is serve:
+        assert by(make(), [[1, 2]], torch.tensor([3]), top_k=5, seed=1).tokens == plain
+    with torch.inference_mode():
+        model = make()
+        by(model, [[1]], 2)
+        model.lm_head.weight[0, 0] = torch.nan  # a write that no version tells
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        by(model, [[1]], 2)
 
 
 @pytest.mark.parametrize("by", [generate, serve, speculate])
