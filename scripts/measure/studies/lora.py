@@ -1,7 +1,7 @@
 """What do LoRA's adapters save in memory and time, compared with training all weights?
 
 GPT-2 124M, T = 1,024, 65,536 tokens a step in one micro-batch, bf16, compiled, rank 8 in all four matrices of
-a block. The weights are random: time and memory do not depend on them. Two points.
+a block. The weights are random: time and memory do not depend on them. Two points, 48 s of an H200.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The shape of Llama 3.2 1B, random weights, a row of T = 8,192 tokens a step, bf16 autocast, fused AdamW,
 gradients clipped, not compiled: transformers' class with its SDPA, the same with
-attn_implementation="tilegpt-auto", and our own model. 3 points.
+attn_implementation="tilegpt-auto", and our own model. 3 points, 63 s of an H200.
 """
 
 from __future__ import annotations
