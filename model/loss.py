@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ops.triton  # noqa: F401  names the folder of Triton's binaries, before torch.compile names another
+import ops.triton.interpret  # noqa: F401  ops.triton names the folder of binaries before torch.compile does
 from ops.linear import first_derivative_only, product
 
 IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
