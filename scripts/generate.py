@@ -297,26 +297,18 @@ def write(arguments: Sequence[str]) -> None:
 
 def finite(model: GPT, given: str, precision: str, device: torch.device, dtype: torch.dtype) -> GPT:
     """The model there; UserError where weights are not finite, as loaded or as this precision has them."""
-    require_finite(model, given)
-    model = model.to(device, dtype)
-    require_finite(model, f"precision={precision}")
+    from model.generation.generate import not_finite, numbers
+
+    diverged = "the run diverged before it was saved. Give an earlier checkpoint, such as ckpt=<run>/best."
+    overflows = "it cannot hold these weights; choose bf16 or fp32."
+    for source, remedy in ((given, diverged), (f"precision={precision}", overflows)):
+        if bad := not_finite(model):
+            raise UserError(
+                f"{source}: {len(bad)} of {len(numbers(model))} weight tensors hold NaN or infinity, "
+                f"{bad[0]} first: {remedy}"
+            )
+        model = model.to(device, dtype)
     return model
-
-
-def require_finite(model: GPT, given: str) -> None:
-    """UserError where weights are NaN or infinite: as loaded, or as the precision has them."""
-    from model.generation.generate import not_finite
-
-    if bad := not_finite(model):
-        remedy = (
-            "it cannot hold these weights; choose bf16 or fp32."
-            if given.startswith("precision")
-            else "the run diverged before it was saved. Give an earlier checkpoint, such as ckpt=<run>/best."
-        )
-        raise UserError(
-            f"{given}: {len(bad)} of {len(list(model.parameters()))} weight tensors hold NaN or infinity, "
-            f"{bad[0]} first: {remedy}"
-        )
 
 
 if __name__ == "__main__":

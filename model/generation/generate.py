@@ -167,32 +167,31 @@ def checked(
     return sampling, prompts
 
 
-# Of models that have passed `require_finite`: where their weights lay, and how often these had been written.
+def require_finite(model: GPT) -> None:
+    """UserError where weights are NaN or infinite: of such logits, whatever they say, token 0 is largest."""
+    if bad := not_finite(model):
+        raise UserError(
+            f"{len(bad)} of {len(numbers(model))} weight tensors hold NaN or infinity, {bad[0]} first: "
+            "give a model whose weights are finite, from before it diverged or in bf16 or fp32."
+        )
+
+
+# Of models whose weights were all finite: where these lay, and how often they had been written.
 FINITE: WeakKeyDictionary[GPT, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
-def require_finite(model: GPT) -> None:
-    """UserError where weights are NaN or infinite: of such logits, whatever they say, token 0 is the largest.
-    On a CPU reading all takes as long as a token: in a loop only after they were written, as far as that can
-    be seen (not through `.data`, nor by a CUDA graph)."""
+def not_finite(model: GPT) -> list[str]:
+    """Names of the weights that hold NaN or infinity. On a CPU reading all takes as long as a token: they are
+    read again only after they were written, as far as that can be seen (not through `.data`, nor by a CUDA
+    graph)."""
     weights = numbers(model)
     seen = not any(each.is_inference() for each in weights.values())  # those have no versions
     state = [(each.data_ptr(), each._version) for each in weights.values()] if seen else None
     if seen and FINITE.get(model) == state:
-        return
-    if bad := not_finite(model):
-        raise UserError(
-            f"{len(bad)} of {len(weights)} weight tensors hold NaN or infinity, {bad[0]} first: give a model "
-            "whose weights are finite, from before it diverged or in bf16 or fp32."
-        )
-    if seen:
-        FINITE[model] = state
-
-
-def not_finite(model: GPT) -> list[str]:
-    """Names of the weights that hold NaN or infinity."""
-    weights = numbers(model)
+        return []
     if torch.nn.utils.get_total_norm(weights.values(), math.inf).isfinite():  # all at once, with no copy
+        if seen:
+            FINITE[model] = state
         return []
     return [name for name, weight in weights.items() if not weight.isfinite().all()]
 
