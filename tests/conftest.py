@@ -8,6 +8,8 @@ import gc
 import importlib.util
 import os
 import signal
+from math import ceil
+from zlib import crc32
 
 # What starts the tests in the background may have them ignore what tests of interruption send: a shell
 # SIGINT, nohup SIGHUP.
@@ -38,8 +40,22 @@ if not torch.cuda.is_available():
         interpreter.hasten()
 
 
+def _leave_a_sample(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked sampled(n), one in n stays in `make test`; the others are long. Their
+    names alone decide which, not the order of parameters, in which every third may have one dtype."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled and not any(item.get_closest_marker(name) for name in ("gpu", "long", "slow")):
+            cases.setdefault((item.nodeid.partition("[")[0], *sampled.args), []).append(item)
+    for (_, one_in), found in cases.items():
+        for item in sorted(found, key=lambda item: crc32(item.nodeid.encode()))[ceil(len(found) / one_in) :]:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _leave_a_sample(items)
     missing = pytest.mark.skipif(
         not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"
     )

@@ -102,9 +102,8 @@ def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(
         assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
 
 
-@pytest.mark.parametrize(
-    ("step", "stopped"), [("validation_step", 10), pytest.param("training_step", 11, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("step", "stopped"), [("validation_step", 10), ("training_step", 11)])
 def test_all_ranks_stop_by_a_signal_to_one(step: str, stopped: int, tmp_path: Path) -> None:
     script = tmp_path / "asked.py"
     script.write_text(ASKED.replace("STEP", step))
@@ -186,6 +185,7 @@ def spread(devices: int, ranks: int) -> tuple[str, ...]:
     return ("trainer=context_parallel", "trainer.accelerator=cpu", f"trainer.devices={devices}", over, rows)
 
 
+@pytest.mark.long
 def test_a_sequence_over_two_processes_is_one_process(tmp_path: Path) -> None:
     """With documents and windows; the run goes on in one process, and its data where it was."""
     assert train_here(tmp_path, "name=one", *STEP, *ONE, *LONG, *limits(20)).code == 0

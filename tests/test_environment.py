@@ -69,6 +69,7 @@ def would_install(python: Path, *requirements: str) -> list[str]:
     return [item["metadata"]["name"] for item in json.loads(result.stdout)["install"]]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the recorded metadata is of Linux")
 def test_the_test_tools_change_nothing_of_a_torch_with_cuda(cuda_torch: Path) -> None:
     (allowed,) = (line for line in PROJECT["dependencies"] if line.startswith("torch"))

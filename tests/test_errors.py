@@ -505,6 +505,7 @@ def test_bf16_on_the_cpu_runs(tmp_path: Path) -> None:
     assert result.code == 0 and "bf16-mixed" in result.out, result.err
 
 
+@pytest.mark.long
 def test_a_hub_out_of_reach_is_told_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))

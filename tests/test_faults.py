@@ -19,6 +19,8 @@ from tests.faults import RUN, SETTINGS, STEPS, Child, Disk, outcome, same, saved
 from tests.grid import long_but
 from tests.running import Result, train_here, write_book
 
+pytestmark = pytest.mark.sampled(3)
+
 QUIT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

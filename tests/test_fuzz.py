@@ -44,6 +44,7 @@ def test_a_failure_is_simplified() -> None:
     assert {line["name"] for line in said[:-1] if "name" in line} == {"naive"}
 
 
+@pytest.mark.long
 def test_a_mistake_in_judging_is_told_from_one_of_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(*anything: object) -> None:
         raise TypeError("two devices")

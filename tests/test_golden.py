@@ -8,6 +8,8 @@ import pytest
 
 from tests.running import rows, train_here
 
+pytestmark = pytest.mark.sampled(3)
+
 # rope, RMSNorm, SwiGLU, grouped heads and QK-norm on one side, GPT-2's parts on the other.
 SETTINGS = {
     "gpt2": ("optim.lr=3e-3",),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import yaml
 
+from tests import conftest
 from tests.compilers import PROJECT
 from tests.running import ROOT
 
@@ -42,3 +44,33 @@ def test_contributing_names_what_is_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"make ([a-z-]+)", CONTRIBUTING))
     assert {"test", "test-all", "lint", "test-gpu", "test-slow", "test-mistakes"} <= named <= targets
+
+
+class Item:
+    """What conftest.py asks of a collected test."""
+
+    def __init__(self, nodeid: str, *marks: pytest.MarkDecorator):
+        self.nodeid, self.marks = nodeid, {mark.name: mark.mark for mark in marks}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.marks.get(name)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks[mark.name] = mark.mark
+
+
+def test_a_sample_of_each_test_stays_in_make_test() -> None:
+    one_in_3 = pytest.mark.sampled(3)
+    names = [f"a.py::test_of_ten[{number}]" for number in range(10)] + [
+        "a.py::test_of_one",
+        "b.py::test_of_two[0]",
+    ]
+    items = [Item(name, one_in_3) for name in names]
+    others = [Item("a.py::test_of_ten[cuda]", one_in_3, pytest.mark.gpu), Item("b.py::test_of_two[1]")]
+    conftest._leave_a_sample([*items, *others])
+    kept = [item.nodeid for item in items if "long" not in item.marks]
+    assert len(kept) == 4 + 1 + 1 and kept[-2:] == names[-2:]
+    assert all("long" not in item.marks for item in others)
+    again = [Item(name, one_in_3) for name in reversed(names)]
+    conftest._leave_a_sample(again)
+    assert {item.nodeid for item in again if "long" not in item.marks} == set(kept)

@@ -30,6 +30,8 @@ from scripts.measure.report.sweep_report import beside
 from scripts.measure.rows import by_gpu
 from tests.running import ROOT, Result, train_here, write_book
 
+pytestmark = pytest.mark.sampled(4)
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "attention" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)

@@ -19,6 +19,8 @@ from model.training.checkpoint import read_checkpoint
 from model.training.sweeps import Job, suffix
 from tests.running import TINY, rows, train_here, write_book
 
+pytestmark = pytest.mark.sampled(3)
+
 WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
 
 
@@ -129,6 +131,7 @@ def test_a_loss_before_the_last_step_is_no_result(end: str, loss: str, tmp_path:
     assert Job([], "a", "", tmp_path, "done").results() == (loss, "70")
 
 
+@pytest.mark.long
 def test_two_sweeps_of_one_second(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     sweep = ("seed=1,2", "trainer.max_steps=1", f"--config-dir={tmp_path / 'more'}", "-m")

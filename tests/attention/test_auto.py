@@ -218,6 +218,7 @@ def test_every_name_of_an_order_is_in_conf():
     assert names <= set(registry.names())
 
 
+@pytest.mark.long
 def test_auto_is_imported_without_what_it_may_choose():
     """(torch itself may import triton.)"""
     code = "import sys, attention.auto; print(*sorted(m for m in sys.modules if m.startswith('attention.')))"

@@ -16,6 +16,8 @@ from ops.cache_view import CACHE_DTYPES, dequantise
 from scripts.accuracy import error_ratios
 from tests.grid import NAMES, build
 
+pytestmark = pytest.mark.sampled(4)
+
 KINDS = (None, *CACHE_DTYPES)
 READERS = [name for name in NAMES if build(name).capabilities.caches == frozenset(CACHES) and name != "naive"]
 OPTIONS = {

@@ -18,6 +18,8 @@ from tests.attention.agreement import Fault, check
 from tests.attention.calls import Call, kind_of_call, usable, vary
 from tests.grid import NAMES, build
 
+pytestmark = pytest.mark.sampled(4)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOW = ("triton", "flex")  # interpreted on a CPU, or as good as
 PLAIN, TINY = ("contiguous",) * 2, (1e-4,) * 3

@@ -25,6 +25,8 @@ from ops.library import unpacked
 from tests.attention.criterion import error_ratios, run_case
 from tests.grid import CASES, CROSSED, NAMES, Case, build, make_inputs
 
+pytestmark = pytest.mark.sampled(4)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OWN = ("naive", "tiled")  # in eager PyTorch, every option, any dtype
 

@@ -24,6 +24,8 @@ from tests.attention.criterion import run_case
 from tests.attention.flash_fakes import install
 from tests.grid import CASES, Case, build, make_inputs
 
+pytestmark = pytest.mark.sampled(4)
+
 # The ops have CUDA kernels only; over a fake library the same functions run on a CPU.
 _CPU = torch.library.Library("tilegpt", "IMPL")
 for _version in VERSIONS:

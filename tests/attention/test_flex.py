@@ -19,6 +19,8 @@ from attention.flex import FlexAttention
 from tests.attention.criterion import error_ratios, run_case
 from tests.grid import Case, Inputs, build, make_inputs
 
+pytestmark = pytest.mark.sampled(5)
+
 
 @pytest.fixture(name="gradients_on_cpu")
 def lift_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +90,7 @@ def test_gradients(features: tuple[str, ...], gradients_on_cpu: None) -> None:
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_one_compilation_for_all_lengths_and_limits(gradients_on_cpu: None) -> None:
     """As on CUDA, with a backend that asks nothing about a size: the first lengths, then all others, whatever
     the mask. Other batches, heads and scales, compiled before, change nothing.
@@ -139,6 +142,7 @@ def test_each_kind_of_call_has_its_own_kernel() -> None:
     assert len(set(kinds)) == 1 + len(others)
 
 
+@pytest.mark.long
 def test_traced_in_one_graph_with_dynamic_length(gradients_on_cpu: None) -> None:
     """What test_contract.py asks on CUDA, where gradients are allowed."""
     attention = FlexAttention()

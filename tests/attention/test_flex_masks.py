@@ -16,6 +16,8 @@ from ops.options import AttentionOptions
 from tests.attention.test_flex import arguments_of, forget, graphs, lift_refusal, run
 from tests.grid import Case, build
 
+pytestmark = pytest.mark.sampled(4)
+
 CPU = torch.device("cpu")
 gradients_on_cpu = lift_refusal  # a fixture
 

@@ -12,6 +12,8 @@ from attention import registry
 from attention.base import UnsupportedAttention
 from scripts.accuracy import allowed, error_ratio
 
+pytestmark = pytest.mark.sampled(4)
+
 transformers = pytest.importorskip("transformers")
 for_transformers = pytest.importorskip("attention.for_transformers")
 

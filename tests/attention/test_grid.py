@@ -26,7 +26,8 @@ SMALL = [case for case in CASES if case.small]
 def _of_a_cpu() -> Iterator[Any]:
     """The small cases in all dtypes that differ; those that are not quick are long, and of what is
     interpreted all dtypes but one, which takes turns. Pairs of features are interpreted in fp32 and one of
-    16 bits, in turns too: each feature alone meets both, each pair does on a GPU."""
+    16 bits, in turns too: each feature alone meets both, each pair does on a GPU. `make test` has each
+    feature by itself, and one in five pairs."""
     for number, case in enumerate(SMALL):
         for name in (name for name in NAMES if name not in GPU_ONLY):
             interpreted = name in INTERPRETED
@@ -36,7 +37,8 @@ def _of_a_cpu() -> Iterator[Any]:
             dtypes = (torch.float32, *(low if interpreted or not case.exact_dtypes_only else ()))
             quick = () if not case.quick else dtypes[number % 2 :][:1] if interpreted else dtypes
             if quick:
-                yield pytest.param(name, case, quick, id=f"{case.id}-{name}")
+                marks = pytest.mark.sampled(5) if case.group == "pair" else ()
+                yield pytest.param(name, case, quick, id=f"{case.id}-{name}", marks=marks)
             if rest := tuple(dtype for dtype in dtypes if dtype not in quick):
                 yield pytest.param(name, case, rest, id=f"{case.id}-{name}-rest", marks=pytest.mark.long)
 
@@ -61,6 +63,7 @@ def _gpu_only() -> list[Attention]:
     return [build(name) for name in GPU_ONLY]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_a_cpu_is_refused(case: Case) -> None:
     for attention in _gpu_only():

@@ -16,6 +16,8 @@ from attention.naive import NaiveAttention
 from attention.tiled import TiledAttention, online_softmax_step
 from ops.options import AttentionOptions, gathered
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def test_tiles_of_a_causal_grid() -> None:
     """4 x 4 tiles: 6 full, 4 partial, 6 right of the band."""

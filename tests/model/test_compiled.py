@@ -12,6 +12,8 @@ from attention.base import Attention
 from attention.registry import build
 from model.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def model(attention: Attention, n_layer: int = 3, checkpointing: bool = False, **options) -> GPT:
     torch.manual_seed(0)

@@ -16,6 +16,8 @@ from model.gpt import GPT, GPTConfig
 from model.relative import bucket_of, buckets_of_distances
 from tests.grid import build
 
+pytestmark = pytest.mark.sampled(3)
+
 TOKENS = 200
 T5 = {"position": "t5", "relative_buckets": 16, "relative_distance": 40}  # beyond 40: tiles with one number
 

@@ -22,6 +22,8 @@ from tests.ops import cpu
 from tests.ops.recorded import Launch, compiled
 from tests.ops.test_cuda_compile import BUDGETS, sass
 
+pytestmark = pytest.mark.sampled(4)
+
 on_a_cpu = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
 OPTIONS = AttentionOptions(scale=128**-0.5)
 # All warps of a block have tiles, and more than their rings hold.

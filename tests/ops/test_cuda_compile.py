@@ -25,6 +25,7 @@ from tests.grid import CASES, Case, build, long_but, make_inputs
 from tests.ops.recorded import SHARED_BYTES, Compiled, Launch, compiled, launches
 
 pytestmark = [
+    pytest.mark.sampled(6),
     pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing())),
     pinned("nvidia-cuda-nvrtc"),
 ]
@@ -210,6 +211,7 @@ def test_fits_and_does_as_meant(
             assert ("ACQBULK" in found) == each.launch.early  # the wait for the kernel before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "arch", "head_dims"),
     long_but(

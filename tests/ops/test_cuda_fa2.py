@@ -27,7 +27,10 @@ from tests.ops import cpu
 from tests.ops.cpu import documents
 from tests.ops.recorded import SHARED_BYTES
 
-pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU"),
+    pytest.mark.sampled(6),
+]
 
 _OP = register_attention("on_cpu_fa2", partial(cuda._forward, "fa2"), partial(cuda._backward, "fa2"), "CPU")
 
@@ -290,6 +293,7 @@ def _races(use: Callable[[Any], None], compiler: cpu.Compiler, *inputs: Tensor) 
     return {name.removeprefix("tilegpt_fa2_") for name, said in sanitizer.reports.items() if said}
 
 
+@pytest.mark.long
 def test_no_races(compiler: cpu.TensorCores, use: Callable[[Any], None]) -> None:
     """Two tiles of keys, and of queries one of each head."""
     assert _races(use, compiler, *_inputs((20, 70, 32), (2, 1))) == set()

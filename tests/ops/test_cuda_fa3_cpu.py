@@ -23,7 +23,10 @@ from tests.ops import cpu
 from tests.ops.cpu import documents
 from tests.ops.test_cuda_fa2 import CASES, SPARSE_CASES, kept
 
-pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU"),
+    pytest.mark.sampled(6),
+]
 
 _REFERENCE: dict[str, Tensor] = {}  # of the call at hand
 

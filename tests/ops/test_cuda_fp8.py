@@ -26,6 +26,8 @@ from tests.ops.in_flight import overwritten
 from tests.ops.recorded import Launch, compiled
 from tests.ops.test_cuda_compile import BUDGETS, sections
 
+pytestmark = pytest.mark.sampled(6)
+
 SHAPES = [
     # Tq, Tk, D; heads; options
     ((130, 200, 128), (2, 1), {"causal": False}),
@@ -122,6 +124,7 @@ def _error_of_scores(hadamard: int, one_scale: int, integers: int, inputs: tuple
     return float((lse.double() - exact).square().mean().sqrt())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("on_cpu")
 def test_the_hadamard_transform_takes_the_outliers_error() -> None:
     """On the source's inputs, N(0, 1), and N(0, 100) added to one number of a thousand; of lse, where the

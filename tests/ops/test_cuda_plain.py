@@ -29,7 +29,10 @@ from tests.grid import CASES, Case, long_but
 from tests.ops import cpu
 from tests.ops.far import LAYOUTS, far, near
 
-pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU"),
+    pytest.mark.sampled(5),
+]
 
 
 def _call(name: str, *args: Any) -> Any:
@@ -224,6 +227,7 @@ def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert _races(tmp_path, monkeypatch, {}) == set()
 
 
+@pytest.mark.long
 def test_missing_barriers_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     changes = {
         "tiled.cu": ("__syncthreads();  // V and P have arrived", "// V and P have arrived"),

@@ -20,7 +20,10 @@ from tests.ops import cpu
 from tests.ops.cpu import documents
 from tests.ops.recorded import SHARED_BYTES
 
-pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU"),
+    pytest.mark.sampled(5),
+]
 
 
 @pytest.fixture(scope="module")

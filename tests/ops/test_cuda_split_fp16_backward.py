@@ -19,7 +19,10 @@ from tests.ops import cpu
 from tests.ops.cpu import call_of, documents, inputs
 from tests.ops.recorded import SHARED_BYTES
 
-pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU"),
+    pytest.mark.sampled(5),
+]
 
 # For a CPU, in the place of the barrier of a pair of warps, which is written in PTX.
 _PAIRS = """static struct Pairs {

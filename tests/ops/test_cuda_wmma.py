@@ -16,6 +16,8 @@ from tests.grid import Case, build, long_but
 from tests.ops import cpu
 from tests.ops.recorded import SHARED_BYTES, launches
 
+pytestmark = pytest.mark.sampled(4)
+
 on_cpu = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
 CASES = [
     ((150, 210, 64), (2, 1), 0, None),

@@ -21,6 +21,8 @@ from ops.fp8 import E4M3, E5M2, LOWEST, STEEPEST, fp8_quantise, gelu_mlp, linear
 from ops.triton import fp8
 from ops.triton.interpret import INTERPRETED
 
+pytestmark = pytest.mark.sampled(4)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = ["plain", "gelu", "slope"]
 
@@ -93,6 +95,7 @@ assert made.metadata.shared <= 8192 + 1024, made.metadata.shared
 """
 
 
+@pytest.mark.long
 @pinned("triton")
 def test_both_layouts_are_written_16_bytes_at_a_time() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

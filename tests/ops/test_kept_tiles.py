@@ -19,7 +19,10 @@ from ops.options import MASK_BLOCK, AttentionOptions
 from tests.ops import cpu
 from tests.ops.cpu import documents
 
-pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU"),
+    pytest.mark.sampled(3),
+]
 END, MASK_FLAG = -1, 1
 LENGTHS = torch.tensor([300, 0, 129], dtype=torch.int32)
 OPTIONS = [

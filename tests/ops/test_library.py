@@ -14,6 +14,8 @@ from attention.base import AttentionCall
 from ops.library import unpacked
 from tests.grid import build
 
+pytestmark = pytest.mark.sampled(5)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TUNING = {"tiled": [4, 8], "triton": [0]}
 NAMES = list(TUNING)

@@ -15,6 +15,8 @@ from ops import cublaslt
 from ops.linear import linear, pays
 from ops.mlp import gelu_mlp
 
+pytestmark = pytest.mark.sampled(4)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -13,6 +13,8 @@ from ops import cublaslt
 from ops.linear import fuses
 from ops.mlp import gelu_mlp, linear_gelu, linear_gelu_backward
 
+pytestmark = pytest.mark.sampled(4)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 N, C, HIDDEN = 48, 24, 64
 

@@ -17,7 +17,7 @@ import pytest
 from ops import triton
 from tests.compilers import pinned
 
-pytestmark = pinned("triton")
+pytestmark = [pinned("triton"), pytest.mark.sampled(3)]
 ROOT = Path(__file__).resolve().parents[2]
 # What a block may use (CUDA C++ programming guide, compute capabilities); sm_86 is as sm_89.
 SHARED_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448}
@@ -181,6 +181,7 @@ def test_the_cached_kernel_compiles_where_its_numbers_exist(check: Check, stored
     check([build("cached", (9, 0), 16, d, True, *paged, "chunk") for d in (64, 128, 256)])
 
 
+@pytest.mark.long
 def test_a_decoding_step_asks_for_its_weights_before_it_waits() -> None:
     """A whole tile of weights, or of keys and values, by 16 bytes, and nothing spilled."""
     said, _ = _process("tests.ops.ahead_step").communicate()
@@ -215,6 +216,7 @@ def test_one_folder_keeps_what_is_compiled(
     assert not given or taken == os.environ["TRITON_CACHE_DIR"]  # HOME it reads once
 
 
+@pytest.mark.long
 def test_that_folder_is_named_before_anything_is_compiled() -> None:
     """With any attention: also where the first of our kernels is the loss, loaded as it first runs."""
     code = "import sys, model.gpt; print('ops.triton' in sys.modules)"

@@ -14,6 +14,8 @@ from scripts.accuracy import Problem, error_ratios
 from tests.attention.criterion import run_case
 from tests.grid import Case, build
 
+pytestmark = pytest.mark.sampled(5)
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # A multiple of every tile's sides.
 TILE = 128

@@ -14,6 +14,8 @@ from ops.options import AttentionOptions
 from scripts.accuracy import Part, Problem, expected, formula, judge, plain_softmax, spread
 from tests.grid import CASES, Case, make_inputs
 
+pytestmark = pytest.mark.sampled(4)
+
 RECTANGLE = [case for case in CASES if case.group in ("feature", "pair", "heads", "no_key") and case.tq > 1]
 RECTANGLE = [case for case in RECTANGLE if case.tq <= 256 and case.head_dim == 64]
 GRADIENTS = {"out", "lse", "dq", "dk", "dv"}

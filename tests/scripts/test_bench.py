@@ -190,6 +190,7 @@ def test_an_ideal_schedule_fills_the_first_free_slot(lengths, slots, steps):
     assert bench_serve.ideal_steps(lengths, slots) == steps
 
 
+@pytest.mark.long
 def test_serving_is_measured(tmp_path, monkeypatch):
     out = tmp_path / "serve.jsonl"
     words = "--model tiny --requests 2 --prefix 8 --suffix 1 2 --new 1 3 --slots 1 --block 4 --repeat 1 --out"

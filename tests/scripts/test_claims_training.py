@@ -51,6 +51,7 @@ def test_as_fast_as_claimed_to_the_same_losses(tmp_path, both_models):
     )
 
 
+@pytest.mark.long
 def test_without_the_same_losses_or_the_factor_it_holds_in_part(tmp_path, both_models):
     rows = json.loads(both_models)
     (tmp_path / "a").mkdir()

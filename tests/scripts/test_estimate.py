@@ -20,6 +20,8 @@ from scripts.estimate import KINDS, main, parse, run_of, table, verdict
 from scripts.memory import composed, memory_split, training_step
 from tests.running import ROOT
 
+pytestmark = pytest.mark.sampled(5)
+
 GPT2 = ("model=gpt2", "data=synthetic", "seq_len=8192", "data.batch_size=4")
 SMALL = ("data=synthetic", "data.corpus.vocab_size=300", "data.batch_size=2", "trainer.accelerator=cpu")
 CONFIGS = {

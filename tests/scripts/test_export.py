@@ -25,6 +25,8 @@ from scripts import export
 from tests.pretrained import make_folder
 from tests.running import Result, train_here, write_book
 
+pytestmark = pytest.mark.sampled(4)
+
 transformers = pytest.importorskip("transformers")
 
 TEXT = "attention is all you need and some tiles"

@@ -12,7 +12,7 @@ import pytest
 
 from model.costs.memory import peak
 from scripts.estimate import run_of
-from scripts.measure import rows, worker
+from scripts.measure import rows, runner, worker
 from scripts.measure.report import longest_context_report
 from scripts.measure.rows import read
 from scripts.measure.studies import longest_context
@@ -58,7 +58,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     memory = types.SimpleNamespace(total_memory=TOTAL)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: memory)
     machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "command": "x", "torch": "2"}
-    monkeypatch.setattr(rows, "machine", lambda: machine)
+    for module in (rows, runner):
+        monkeypatch.setattr(module, "machine", lambda: machine)
     return found
 
 
@@ -86,6 +87,7 @@ def test_a_search_ends_within_3_percent_after_few_steps(gpu, tmp_path, monkeypat
     ElementTree.parse(tmp_path / "h200.svg")
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_stopped(gpu, tmp_path, monkeypatch):
     out, one = tmp_path / "h200.jsonl", ("--attention", "naive", "--checkpointing", "no")
     run(out, *one, monkeypatch=monkeypatch)

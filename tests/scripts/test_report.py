@@ -276,6 +276,7 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     assert capsys.readouterr().out == "all up to date\n"
 
 
+@pytest.mark.long
 def test_a_new_result_makes_it_out_of_date(checkout, monkeypatch, capsys):
     run(monkeypatch, "auto", "results", "--root", checkout)
     with open(checkout / "results" / "attention" / "h200.jsonl", "a") as file:
@@ -319,6 +320,7 @@ def test_the_readme_shows_causal_bf16_and_two_batches_of_decoding():
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_is_committed_is_current():
     """In a process of its own, as the command runs: with no GPU and no interpreter of triton's."""
     command = [sys.executable, "scripts/report.py", "--check"]

@@ -99,6 +99,7 @@ def test_without_a_finding_the_first_sentence_stands_if_short():
     assert said("x" * (results_page.SHORT + 1)) == said() == ""
 
 
+@pytest.mark.long
 def test_every_committed_study_says_what_it_found_in_figures():
     with undrawn():
         reports = {one.study: one.report for one in results_page.reports(ROOT / "results")}

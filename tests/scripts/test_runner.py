@@ -16,6 +16,8 @@ from scripts.measure.worker import Worker, once
 from tests.scripts import children
 from tests.scripts.studies import run_of
 
+pytestmark = pytest.mark.sampled(3)
+
 POINT = {"study": "probe", "implementation": "naive", "pass": "forward", "seq_len": 8}
 
 
@@ -46,6 +48,7 @@ def test_how_a_process_fails_is_a_result(name: str, result: dict[str, str]) -> N
     assert once(child(name), {}, 60) == result
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_or_leaves_its_output_open_is_an_error() -> None:
     hung = once(child("hangs"), {}, 2)
     assert hung["status"] == "error" and hung["timeout_s"] == 2
@@ -72,6 +75,7 @@ def test_a_company_goes_on_when_told(tmp_path: Path) -> None:
     assert lines[2:] == ["b is timed", "a is timed", "b is profiled", "a is profiled"]
 
 
+@pytest.mark.long
 def test_processes_share_the_points_of_a_run(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     run = run_of(out)
@@ -86,6 +90,7 @@ def test_processes_share_the_points_of_a_run(tmp_path: Path) -> None:
     assert not run.claim(POINT | {"seq_len": 32})  # it has its row
 
 
+@pytest.mark.long
 def test_a_claim_that_fails_halfway_leaves_the_rest_to_others(tmp_path: Path, monkeypatch) -> None:
     out, others = tmp_path / "rows.jsonl", [POINT | {"seq_len": n} for n in (16, 32)]
     run = run_of(out)

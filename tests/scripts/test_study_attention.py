@@ -64,6 +64,7 @@ def test_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert run(attention_memory, monkeypatch, out, *asked) == rows
 
 
+@pytest.mark.long
 def test_a_worker_answers_until_it_is_closed():
     worker = Measurer("naive")
     result = worker.ask(SHAPE, "both")

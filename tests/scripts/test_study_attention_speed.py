@@ -170,6 +170,7 @@ def test_at_one_length_one_factor_is_told():
     assert attention_speed_plots.report([]).found == ""
 
 
+@pytest.mark.long
 def test_a_wrong_kernel_is_no_winner():
     rows = speed_rows(["standard", "triton", "sdpa_flash"])
     for row in rows:

@@ -53,6 +53,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.long
 def test_a_run_ends_with_its_time_and_stands_by_itself(tiny: None, tmp_path: Path) -> None:
     out = tmp_path / "cpu.jsonl"
     asked = ["--tasks", "listops", "--attention", "sdpa", "--seeds", "1", "--lengths", "--cap", "2"]
@@ -73,6 +74,7 @@ def test_a_run_ends_with_its_time_and_stands_by_itself(tiny: None, tmp_path: Pat
             long_range.main([*option, "--out", str(out)])
 
 
+@pytest.mark.long
 def test_the_whole_study(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

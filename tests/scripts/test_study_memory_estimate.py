@@ -23,6 +23,7 @@ def test_configurations_are_such_as_train_takes(config: str) -> None:
     assert point["implementation"] == cfg.attention.name
 
 
+@pytest.mark.long
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "cpu.jsonl"
     config = memory_estimate.CPU_CONFIGS[0] + " model.n_layer=2"

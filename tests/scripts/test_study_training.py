@@ -62,6 +62,7 @@ def test_end_to_end():
     assert "450,000  4.50x  0.0 GiB" in re.findall(r"<!-- (.*?) -->", report.pictures[""])
 
 
+@pytest.mark.long
 def test_a_baseline_that_does_not_fit_gives_way_to_the_next():
     rows = rows_of("experiment=speedup_end_to_end", "sweep.grid.model=[gpt2]")
     rows[0]["result"] = {"status": "oom", "reason": "out"}
@@ -84,6 +85,7 @@ def test_a_speed_with_another_kernel_is_marked_and_not_told():
     assert report.notes[-1] == "triton at T = 1,024 ! asked for triton, but ran another"
 
 
+@pytest.mark.long
 def test_a_short_encoder():
     rows = rows_of("experiment=encoder_short")
     point = rows[0]["point"]

@@ -126,6 +126,7 @@ def run(out: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep.main()
 
 
+@pytest.mark.long
 def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monkeypatch, capsys):
     out = tmp_path / "cpu.jsonl"
     grid = ("sweep.grid.attention=[naive,flash2,tiled,sdpa]", "sweep.grid.seq_len=[16,32,64]")

@@ -26,6 +26,8 @@ from model.gpt import GPT, GPTConfig
 from scripts.measure.rows import read
 from tests.running import ROOT
 
+pytestmark = pytest.mark.sampled(3)
+
 MIB = 2**20
 GPT2 = GPTConfig(vocab_size=50304, seq_len=1024, bias=False)
 SMALL = {"vocab_size": 100, "seq_len": 48, "n_head": 4, "n_embd": 64}

@@ -24,6 +24,8 @@ from model.gpt import GPT, GPTConfig
 from model.training.sharding import shard
 from scripts.measure.instruments.allocations import Ledger, recorder_of, storages
 
+pytestmark = pytest.mark.sampled(5)
+
 # mostly parameters, mostly activations
 WIDE = GPTConfig(vocab_size=512, seq_len=16, n_layer=6, n_head=4, n_embd=256, bias=False)
 LONG = GPTConfig(vocab_size=64, seq_len=512, n_layer=3, n_head=4, n_embd=64, bias=False, position="rope")

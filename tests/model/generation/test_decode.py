@@ -10,6 +10,8 @@ from model.generation.generate import generate
 from model.gpt import GPT, GPTConfig
 from tests.grid import NAMES, build, long_but
 
+pytestmark = pytest.mark.sampled(4)
+
 
 def drawn(logits: list[float], n: int = 20_000, **options) -> torch.Tensor:
     """How often each token is drawn."""
@@ -45,6 +47,7 @@ def test_a_temperature_that_overflows_is_refused():
             Sampling(temperature=temperature)
 
 
+@pytest.mark.long
 def test_more_batch_sizes_than_dynamo_would_compile(monkeypatch):
     """Each is a compilation of its own, and a ninth is no error."""
     compile = torch.compile

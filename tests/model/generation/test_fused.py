@@ -18,6 +18,8 @@ from model.generation.serve import serve
 from model.generation.view_cache import cached_tensor, write
 from model.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.sampled(4)
+
 pytest.importorskip("triton")
 VOCAB, CONTEXT = 61, 16
 PROMPTS = [[1, 2, 3], [4], [5, 6] * 5]  # unequal

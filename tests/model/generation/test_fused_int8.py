@@ -17,6 +17,8 @@ from model.gpt import GPT, GPTConfig
 from tests.model.generation.test_fused import CONTEXT, PROMPTS, SHAPES, VOCAB, WIDE, make, stepped
 from tests.model.generation.test_weights import quantised
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @pytest.mark.parametrize(
     ("shape", "rows"),
@@ -36,6 +38,7 @@ def test_logits_are_those_of_the_plain_step(shape: str, rows: int, monkeypatch: 
     assert (got - before).abs().max() > 1e-2
 
 
+@pytest.mark.long
 def test_tiles_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program takes several, of which the last is not full."""
     from ops.triton import step
@@ -47,6 +50,7 @@ def test_tiles_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(logits(int8, True), logits(replaced, False), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_many_rows_are_left_to_a_library() -> None:
     int8, replaced = quantised(make(n_layer=1))
     prompts = [[1 + i, 2] for i in range(9)]

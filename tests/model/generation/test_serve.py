@@ -17,6 +17,8 @@ from model.generation.serve import serve
 from tests.grid import build
 from tests.model.generation.test_generate import PROMPTS, SHAPES, make
 
+pytestmark = pytest.mark.sampled(5)
+
 NEW = 40
 GREEDY = {"temperature": 0.0}
 

@@ -11,6 +11,8 @@ from model.generation.speculate import Context, NGrams, accept, probabilities, s
 from tests.grid import build
 from tests.model.generation.test_generate import PROMPTS, SHAPES, make
 
+pytestmark = pytest.mark.sampled(3)
+
 GREEDY = {"temperature": 0.0}
 REPEATING = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [5] * 9]
 

@@ -21,6 +21,8 @@ from model.pretrained.architectures import from_theirs
 from model.pretrained.folder import download, read_pretrained
 from tests.pretrained import KINDS, LLAMA3, VOCABULARY, make_folder, make_model, tokens
 
+pytestmark = pytest.mark.sampled(3)
+
 transformers = pytest.importorskip("transformers")
 
 

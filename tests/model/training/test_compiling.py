@@ -22,6 +22,8 @@ from model.training.lit_gpt import LitGPT
 from tests.model.training.test_lit_gpt import constant, make_batch, make_net
 from tests.running import train_here
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @pytest.mark.parametrize("asked", [True, "blocks"])
 @pytest.mark.parametrize("n_embd", [32, 576])

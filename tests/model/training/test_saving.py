@@ -23,6 +23,8 @@ from model.training.checkpoint import CheckpointError, checkpoints_of, read_chec
 from model.training.lit_gpt import LitGPT
 from tests.running import rows, train_here
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def steps(run: Path) -> list[int]:
     return [int(path.stem.removeprefix("step-")) for path in checkpoints_of(run / "checkpoints")]
