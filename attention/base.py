@@ -186,7 +186,8 @@ class Attention(nn.Module):
             window: (left, right), keys seen on each side of the diagonal; -1 or None is unbounded.
             softcap: softcap * tanh(s / softcap) on the scaled scores, before ALiBi, bias and mask (Gemma 2).
             alibi_slopes: (Hq,) or (B, Hq), adds -slope * |i + Tk - Tq - j| (Press et al. 2022).
-            bias: broadcastable to (B, Hq, Tq, Tk), added to the scores.
+            bias: broadcastable to (B, Hq, Tq, Tk), added to the scores; -inf hides a key. A row whose
+                every key has -1e9 instead gets wrong gradients in triton, tiled and fused SDPA: lse is fp32.
             document_ids: (B, T) int32, or a pair (B, Tq), (B, Tk): tokens see each other where equal.
             kv_lengths: (B,) int32 on the device, 0 to Tk, in its place; what lies beyond may be NaN.
             block_mask: bool, (1 or B, 1 or Hq, Tq / 128, Tk / 128), rounded up: which tiles of 128 queries
@@ -219,8 +220,10 @@ class Attention(nn.Module):
             self._check(q, k, v, options)
         elif not self._check_traced(q, k, v, options):
             packed = None
-        leaves = packed is not None and not packed.requires_grad  # that lie in it, if they have a gradient
-        if leaves and (q.requires_grad or k.requires_grad or v.requires_grad):
+        # leaves that lie in it have gradients of their own, and what was detached from it has none
+        if packed is not None and not (
+            packed.requires_grad == q.requires_grad == k.requires_grad == v.requires_grad
+        ):
             packed = None
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_attention(q, k, v, bias, relative_bias)
@@ -260,8 +263,8 @@ class Attention(nn.Module):
                 self._allow(key)
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         options = options._replace(scale=scale, window=normalise_window(options.window))
-        if q.numel() == 0:
-            out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        if q.numel() == 0 or view.k.shape[2] == 0:
+            out, lse = empty_attention(q, q, q)
         else:
             with torch.autocast(q.device.type, enabled=False):
                 out, lse = self.attend_cached(q, view, options)
@@ -279,7 +282,8 @@ class Attention(nn.Module):
         if key not in self._allowed:
             self._check_now(q, k, v, options)
             self._allow(key)
-        if options.packed is not None:  # of another call as large, q may be no view
+        # Of another call as large, q may be no view. What is empty has no address.
+        if options.packed is not None and options.packed.numel():
             check_packed_views(options.packed, q, k, v)
 
     def _check_now(

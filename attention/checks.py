@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ops.cache_view import CacheView
+from ops.cache_view import CACHE_DTYPES, CachedTensor, CacheView
 from ops.options import MASK_BLOCK, AttentionOptions
 
 
@@ -198,26 +198,45 @@ def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
     _need(
         not (q.requires_grad and torch.is_grad_enabled()), "q has requires_grad: a CacheView has no gradient"
     )
+    _check_cached_tensor("keys", k, q)
+    _check_cached_tensor("values", v, q)
     shapes = f"got q {tuple(q.shape)}, keys {k.shape}, values {v.shape}"
     _need(q.ndim == 4 and k.shape == v.shape, f"{shapes}; q needs (B, Hq, Tq, D), keys and values one shape")
+    _need(q.shape[3] > 0 and k.shape[1] > 0, f"{shapes}; heads and the head dim need to be at least 1")
     _need(
         q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0,
         f"{shapes}; q and the cache need the same batch and head dim, and query heads a multiple of its own",
     )
     _need(
         k.data.dtype == v.data.dtype == q.dtype or k.dtype_name == v.dtype_name is not None,
-        f"got q {q.dtype}, keys {k.data.dtype}, values {v.data.dtype}; they need q's dtype, or 8 or 4 bits",
+        f"got q {q.dtype}, keys {k.data.dtype}, values {v.data.dtype}; they need q's dtype, or 8 or 4 bits "
+        "with scales",
     )
     _check_scores(q, options)
-    for name, table in (("keys", k.table), ("values", v.table)):
-        _need(
-            table is None or table.dtype == torch.int32,
-            f"the table of the {name} is {table.dtype if table is not None else None}; it needs torch.int32",
-        )
+    _need(view.lengths.device == q.device, f"lengths are on {view.lengths.device}, q on {q.device}")
     _need(
         view.lengths.dtype == torch.int32 and view.lengths.shape == (q.shape[0],),
         f"lengths are {view.lengths.dtype} {tuple(view.lengths.shape)}; they need torch.int32, (B,)",
     )
+
+
+def _check_cached_tensor(name: str, x: CachedTensor, q: Tensor) -> None:
+    """The parts of the keys, or of the values: kernels read them by their addresses."""
+    (data, scale, table), shape = x, tuple(x.data.shape)
+    _need(data.ndim == 4, f"the {name} are {shape}; they need (N, Hkv, block, D)")
+    for part, t in zip(x._fields, x, strict=True):
+        _need(t is None or t.device == q.device, f"{part} of the {name} is not on {q.device}, where q is")
+    if scale is not None:
+        quantised = any(data.dtype == dtype for dtype, _ in CACHE_DTYPES.values())
+        _need(quantised, f"the {name} are {data.dtype} with a scale, which 8 or 4 bits have; leave it out")
+        needed = shape[0], shape[1], 2 if x.dtype_name == "int4" else 1, shape[2]
+        _need(
+            scale.shape == needed,
+            f"the scale of the {name} is {tuple(scale.shape)}; it needs (N, Hkv, parts, block) = {needed}",
+        )
+    if table is not None:
+        _need(table.dtype == torch.int32, f"the table of the {name} is {table.dtype}; it needs torch.int32")
+        _need(table.ndim == 2, f"the table of the {name} is {tuple(table.shape)}; it needs (B, blocks)")
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -46,7 +46,7 @@ from attention.geometry import (
 )
 from conf.values import UserError
 from ops.dropout import keep_tile
-from ops.library import gradients, register_attention
+from ops.library import empty_as, gradients, register_attention
 from ops.options import MASK_BLOCK
 
 
@@ -227,7 +227,7 @@ def tiled_forward(
     """out (B, Hq, Tq, D), lse (B, Hq, Tq); `op_args` as in ops/library.py, settings = [block_q, block_k]."""
     call = _TiledCall.of(q, k, *op_args)
     batch, heads, tq, _ = q.shape
-    out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=call.dtype)
+    out, lse = empty_as(q).zero_(), q.new_full((batch, heads, tq), -torch.inf, dtype=call.dtype)
     by_rows: dict[range, list[tuple[range, bool]]] = {}
     for rows, cols, needs_mask in call.visible_tiles():
         by_rows.setdefault(rows, []).append((cols, needs_mask))
@@ -259,7 +259,7 @@ def tiled_backward(
         by_cols.setdefault(cols, []).append((rows, needs_mask))
     dq, dk, dv = (grad.zero_() for grad in gradients(q, k, v, call.options))
     if call.dtype != q.dtype:  # what is summed up
-        dq = torch.zeros_like(q, dtype=call.dtype)
+        dq = dq.to(call.dtype)
     bias, relative_bias = call.options.bias, call.options.relative_bias
     dbias = torch.zeros_like(bias, dtype=call.dtype) if bias_grad else None
     drelative = None

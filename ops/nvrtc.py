@@ -240,9 +240,13 @@ def main(arguments: list[str] | None = None) -> None:
                 label = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])["label"]
             except (ValueError, KeyError):
                 label = "damaged: will be built again"
-            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-            print(f"{used}  {path.stat().st_size / 1024:7.1f} KiB  {label}")
-        total, bound = sum(path.stat().st_size for path in paths) / 2**20, nvrtc_cache.bound_bytes() >> 20
+            except OSError as error:  # another user's, or another process has just removed it
+                label = f"cannot be read: {error.strerror}"
+            size, last_used = nvrtc_cache._stat(path)
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_used))
+            print(f"{used}  {size / 1024:7.1f} KiB  {label}")
+        total = sum(nvrtc_cache._stat(path)[0] for path in paths) / 2**20
+        bound = nvrtc_cache.bound_bytes() >> 20
         print(f"{len(paths)} cubins, {total:.1f} of {bound:,} MiB, in {nvrtc_cache.folder()}")
     if asked.clear:
         print(f"removed {nvrtc_cache.clear()} cubins from {nvrtc_cache.folder()}")

@@ -72,7 +72,8 @@ def write(key: str, payload: bytes) -> None:
                 os.unlink(unfinished)
             raise
     except OSError as error:
-        _cannot_write(str(at), str(error))
+        # without the name of the unfinished file, another each time
+        _cannot_write(str(at), error.strerror or str(error))
     else:
         _evict(key)
 

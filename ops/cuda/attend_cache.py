@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.cache_view import CacheView
+from ops.cache_view import SCALE_DTYPE, CacheView
 from ops.cuda.call import ELEMENTS, Params
 from ops.options import AttentionOptions
 
@@ -74,6 +74,7 @@ def reads(q: Tensor, view: CacheView, options: AttentionOptions) -> bool:
         and view.one_table
         and scale.stride() == v.scale.stride()
         and scale.stride(3) == 1
+        and scale.dtype == v.scale.dtype == SCALE_DTYPE  # Triton's kernel reads any
         and (table is None or (k.shape[2] % 16 == 0 and k.shape[0] * k.stride(0) < 2**36))
         and q.data_ptr() % 8 == 0
         and not any(n % 16 for n in multiples_of_16)

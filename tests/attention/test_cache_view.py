@@ -222,3 +222,36 @@ def test_calls_that_make_no_sense():
         naive(q, view._replace(k=table))
     with pytest.raises(ValueError, match="lengths are"):
         naive(q, view._replace(lengths=view.lengths.long()))
+
+
+def test_caches_whose_parts_do_not_fit():
+    q, view, _, _ = make("int8", 16, 1)
+    (data, scale, table), lengths = view.k, view.lengths
+    for match, other in (
+        ("4 bits with scales", CacheView(*[x._replace(scale=None) for x in view[:2]], lengths)),
+        ("leave it out", view._replace(v=view.v._replace(data=data.float()))),
+        ("scale of the keys is", view._replace(k=view.k._replace(scale=scale[..., :-1]))),
+        ("scale of the values is", view._replace(v=view.v._replace(scale=scale.repeat(1, 1, 2, 1)))),
+        ("scale of the keys is not on", view._replace(k=view.k._replace(scale=scale.to("meta")))),
+        ("table of the values is not on", view._replace(v=view.v._replace(table=table.to("meta")))),
+        ("table of the keys is", view._replace(k=view.k._replace(table=table[0]))),
+        ("keys are", view._replace(k=view.k._replace(data=data[0]))),
+        ("lengths are on meta", view._replace(lengths=lengths.to("meta"))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            NaiveAttention()(q, other)
+    none = [x._replace(data=x.data[..., :0]) for x in view[:2]]
+    with pytest.raises(ValueError, match="head dim need to be at least 1"):
+        NaiveAttention()(q[..., :0], CacheView(*none, lengths))
+
+
+@pytest.mark.parametrize("name", ["auto", "naive", "tiled"])
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_a_cache_without_room_or_queries(name, kind):
+    """All is 0 and -inf, the lse of fp64 in fp64."""
+    q, view, _, _ = make(kind, None, 1, torch.float64)
+    sides = [x._replace(data=x.data[:, :, :0], scale=kind and x.scale[..., :0]) for x in view[:2]]
+    for of, other in ((q, CacheView(*sides, 0 * view.lengths)), (q[:, :, :0], view)):
+        out, lse = build(name)(of, other, return_lse=True)
+        assert out.shape == of.shape and not out.any() and lse.dtype == torch.float64
+        assert torch.equal(lse, torch.full(of.shape[:3], -torch.inf, dtype=torch.float64))

@@ -105,6 +105,14 @@ def test_views_are_compared_in_each_call() -> None:
                 attention(*other, packed=qkv)
 
 
+@pytest.mark.parametrize("shape", [(0, 6, 64), (2, 0, 64)])
+def test_packed_inputs_may_be_empty(shape: tuple[int, int, int]) -> None:
+    """Without an address."""
+    qkv = torch.randn(shape, requires_grad=True)
+    out = NaiveAttention()(*unpacked(qkv, 4, 2), packed=qkv)
+    assert torch.autograd.grad(out.sum(), qkv)[0].shape == qkv.shape
+
+
 def test_all_reasons_and_remedies() -> None:
     able = Capabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16}), min_arch=(9, 0), max_head_dim=128,

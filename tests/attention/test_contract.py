@@ -113,12 +113,20 @@ def test_the_gradient_of_packed_inputs(name: str, device: str, heads: tuple[int,
 
 @pytest.mark.parametrize("name", OWN)
 def test_packed_inputs_that_are_leaves(name: str) -> None:
-    """Have gradients of their own, and compiled, what is no view of `packed` is what counts."""
+    """Have gradients of their own, what is detached has none; compiled, what is no view of `packed` is what
+    counts."""
     qkv, attention = torch.randn(2, 20, 12 * 16), build(name)
     leaves = [x.detach().requires_grad_() for x in unpacked(qkv, 4, 4)]
     alone = torch.autograd.grad(attention(*leaves).sum(), leaves)
     packed = torch.autograd.grad(attention(*leaves, packed=qkv).sum(), leaves)
     torch.testing.assert_close(packed, alone)
+
+    qkv.requires_grad_()
+    for detached in range(3):
+        views = [x.detach() if n == detached else x for n, x in enumerate(unpacked(qkv, 4, 4))]
+        one, three = (torch.autograd.grad(attention(*views, packed=x).sum(), qkv) for x in (qkv, None))
+        torch.testing.assert_close(one, three)
+    qkv.requires_grad_(False)
 
     def doubled(qkv: torch.Tensor, packed: bool) -> torch.Tensor:
         q, k, v = unpacked(qkv, 4, 4)

@@ -167,6 +167,17 @@ def test_other_documents_are_skipped() -> None:
     assert len(problem.visible_tiles()) == 6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_overlap(dtype: torch.dtype) -> None:
+    """Windows of a row, one element apart: results as torch.compile expects them, with D innermost."""
+    q = torch.randn(2, 3, 12).to(dtype).unfold(2, 8, 1).requires_grad_()  # (B, H, T, D)
+    k = torch.randn(2, 3, 5, 8).to(dtype)
+    out = TiledAttention()(q, k, k)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert out.stride() == dq.stride() == (120, 40, 8, 1)
+    torch.testing.assert_close(out, NaiveAttention()(q, k, k))
+
+
 def test_no_second_derivative() -> None:
     q = torch.randn(1, 1, 4, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(TiledAttention()(q, q, q).square().sum(), q, create_graph=True)

@@ -101,6 +101,8 @@ def test_only_one_layout_and_table_are_read(kind: str) -> None:
     data = v.data.transpose(1, 2).contiguous().transpose(1, 2)
     for other in ({"data": data}, {"table": v.table.flip(1)}, {"table": None}):
         assert not reads(q, view._replace(v=v._replace(**other)), OPTIONS)
+    wide = [x._replace(scale=x.scale.float()) for x in view[:2]]  # of which it would read halves
+    assert not reads(q, CacheView(*wide, view.lengths), OPTIONS)
 
 
 def small_weights(kind: str) -> tuple[Tensor, CacheView]:

@@ -142,6 +142,10 @@ def test_the_command_lists_and_clears(source: Path, folder: Path, capsys: pytest
     (folder / f"{64 * 'b'}.cubin").write_bytes(b"junk")
     nvrtc.main(["--list"])
     assert "damaged: will be built again" in capsys.readouterr().out
+    (folder / f"{64 * 'c'}.cubin").mkdir()  # permissions would not stop root
+    nvrtc.main(["--list"])
+    assert "cannot be read: Is a directory" in capsys.readouterr().out
+    (folder / f"{64 * 'c'}.cubin").rmdir()
     nvrtc.main(["--clear"])
     assert "removed 3 cubins" in capsys.readouterr().out and [p.name for p in folder.iterdir()] == [
         "notes.txt"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,21 @@ def test_a_full_disk_leaves_no_halves(folder: Path, monkeypatch: pytest.MonkeyPa
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         nvrtc_cache.write("key", b"x")
     assert list(folder.iterdir()) == [] and nvrtc_cache.read("key") is None
+
+
+def test_a_folder_that_takes_no_file_is_named_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each attempt has a file of another name."""
+
+    def refuse(path: Any, *_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    folder.mkdir()
+    monkeypatch.setattr(nvrtc_cache.tempfile._os, "open", refuse)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for key in "abc":
+            nvrtc_cache.write(key, b"x")
+    assert [str(folder) in str(w.message) and "Read-only file" in str(w.message) for w in said] == [True]
 
 
 def test_where_cubins_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
