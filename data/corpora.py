@@ -74,7 +74,9 @@ class Corpus:
 
 def unit_hash(text: str) -> float:
     """A stable pseudo-random number in [0, 1) for a text: the same on every machine and in every run."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+    # a file's name that is not UTF-8 has surrogates
+    encoded = text.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") / 2**64
 
 
 def hash_split(names: list[str], val_fraction: float) -> set[str]:

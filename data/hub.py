@@ -20,6 +20,7 @@ from data.corpora import Corpus, Piece, unit_hash
 from data.storage import Unfinished
 
 PROBE_TIMEOUT_S = 5.0
+HF_TRUE = ("1", "ON", "YES", "TRUE")  # what Hugging Face's libraries take for a yes: 0 and false are none
 OFFLINE_CHOICES = "data=stdlib, or data=text data.path=<your file or folder>"
 
 
@@ -125,7 +126,7 @@ class HubCorpus(Corpus):
         offline = [
             name
             for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-            if os.environ.get(name, "0") not in ("", "0")
+            if os.environ.get(name, "").upper() in HF_TRUE
         ]
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         reason = f"{offline[0]} is set" if offline else _reach(endpoint)

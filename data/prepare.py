@@ -33,6 +33,7 @@ from data.storage import (
     join_shards,
     load_meta,
     locked,
+    usable_cores,
     write_atomically,
 )
 from data.tokenizer_base import Tokenizer
@@ -131,7 +132,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         leftover.unlink()
     size = corpus.size()
     if workers is None:
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         workers = cores if size is None else min(cores, 1 + size // BYTES_A_PROCESS)
     with Progress(folder.name, size, quiet) as progress:
         tokenizer = _tokenizer(corpus, identity["tokenizer"], folder)
@@ -150,6 +151,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
             raise UserError(_CHANGED.format(changed[0]))
         names = [name for shard in done for name in shard["val_documents"]]
         listed = sum(facts["documents"] for facts in splits.values()) <= NAMES_LISTED
+        joined = "\n".join(names).encode(errors="surrogatepass")
         meta = identity | {
             "corpus": corpus.name,
             "vocab_size": tokenizer.vocab_size,
@@ -157,7 +159,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
             "dtype": dtype,
             "split_rule": corpus.split_rule,
             "splits": splits,
-            "val_documents": names if listed else hashlib.sha256("\n".join(names).encode()).hexdigest(),
+            "val_documents": names if listed else hashlib.sha256(joined).hexdigest(),
             "skipped": {"count": len(corpus.skipped), "first": corpus.skipped[:20]},
             "tokenizer_state": tokenizer.to_dict(),
         }

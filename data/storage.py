@@ -46,6 +46,11 @@ def write_atomically(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+def usable_cores() -> int:
+    """Cores that this process may use; macOS, which cannot say it, has them all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Unfinished(UserError):
     """Something from outside ended a preparation: run again, and it goes on with its finished shards."""
 

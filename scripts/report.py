@@ -134,6 +134,8 @@ def audit(results: Path) -> None:
 
 
 def main() -> None:
+    from scripts.measure.rows import rows_file
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,7 +143,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
     parser.add_argument("--redraw", action="store_true", help="draw pictures of unchanged rows again, too")
     parser.add_argument("--audit", action="store_true", help="of claims: write nothing, check comparisons")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="all tables and pictures as one page, too")
+    parser.add_argument(
+        "--html", type=rows_file, metavar="FILE", help="all tables and pictures as one page, too"
+    )
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the checkout whose results are read and files written"
     )

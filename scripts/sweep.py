@@ -210,7 +210,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     from scripts.measure.sweep_points import point_of, tasks
 
     study = asked(options)
-    todo = tasks(study)
+    if not (todo := tasks(study)):
+        raise UserError("the grid has no points: give each key of sweep.grid a value.")
 
     from scripts.measure.report import printed, sweep_report
     from scripts.measure.rows import with_baselines
@@ -228,6 +229,11 @@ def run(options: argparse.Namespace) -> list[Row]:
         progress(options, sweep, points)
     every = options.missing or options.plot_only
     rows = [row for row in with_baselines(out) if every or is_of_today(row)]
+    if not rows:
+        why = (
+            "measure first, without --plot-only" if options.plot_only else "others measure all its points now"
+        )
+        raise UserError(f"{out} has no rows: {why}.")
     printed.say(sweep_report.tables(rows), sweep_report.doubts(rows))
     printed.draw({"": sweep_report.picture(rows)}, out)
     if options.wandb:

@@ -15,7 +15,8 @@ import pytest
 from data import textfiles
 from data.corpora import StdlibCorpus, SyntheticCorpus, TextCorpus, hash_split
 from data.files import matches
-from data.prepare import folder_of
+from data.prepare import folder_of, prepare
+from data.storage import load_meta
 from tests.data.conftest import write_folder
 
 
@@ -135,6 +136,16 @@ def test_each_file_is_read_once_whatever_leads_to_it(tmp_path):
         assert corpus.size() == sum(
             path.stat().st_size for path in (*root.glob("0*.txt"), outside / "000.txt")
         ) - len((root / "002.txt").read_bytes())
+
+
+def test_a_name_that_is_not_utf8_is_read(folder, tmp_path, monkeypatch):
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("bonjour " * 20)
+    corpus = TextCorpus(path=str(folder))
+    assert "caf\udce9.txt" in {piece.document for piece in corpus.pieces()}
+    monkeypatch.setattr("data.prepare.NAMES_LISTED", 0)
+    val = hash_split(list(corpus.files), 0.1) | {"caf\udce9.txt"}
+    monkeypatch.setattr("data.corpora.hash_split", lambda *_: val)
+    assert len(load_meta(prepare(corpus, "byte", tmp_path, workers=1, quiet=True))["val_documents"]) == 64
 
 
 def test_the_same_files_elsewhere_are_the_same_corpus(folder, tmp_path):

@@ -3,6 +3,7 @@ import socket
 import sys
 import time
 import types
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -164,6 +165,14 @@ def test_without_the_hub_the_answer_comes_soon_and_names_the_choices(monkeypatch
         with pytest.raises(ValueError, match=r"cannot be reached.*data=stdlib, or data=text data\.path="):
             prepare(HubCorpus("tinystories", "a/b"), "byte", tmp_path, quiet=True)
         assert time.monotonic() - start < hub.PROBE_TIMEOUT_S + 1
+
+
+@pytest.mark.parametrize(("value", "offline"), [("0", False), ("false", False), ("", False), ("true", True)])
+def test_offline_is_what_hugging_face_takes_for_it(monkeypatch, value, offline):
+    monkeypatch.setattr(hub, "_reach", lambda url: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    with pytest.raises(Unfinished, match="HF_HUB_OFFLINE is set") if offline else nullcontext():
+        HubCorpus("tinystories", "a/b")._check_network()
 
 
 def test_a_name_that_is_looked_up_for_ever_is_given_up(monkeypatch):

@@ -101,6 +101,11 @@ def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
     assert meta["splits"]["train"]["files"]["train.bin"]["bytes"] == 4 * meta["splits"]["train"]["tokens"]
 
 
+def test_where_the_usable_cores_are_not_said_it_is_prepared(folder, tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert load_meta(prepare(TextCorpus(path=str(folder)), "byte", tmp_path, quiet=True))
+
+
 def test_the_second_time_nothing_is_done(folder, tmp_path, monkeypatch):
     corpus = TextCorpus(path=str(folder))
     first = prepare(corpus, "byte", tmp_path / "out", quiet=True)

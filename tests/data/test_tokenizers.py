@@ -1,4 +1,5 @@
 import json
+import re
 import time
 from typing import Any
 
@@ -62,6 +63,24 @@ def test_bpe_compresses_and_keeps_its_last_id_for_the_end():
 
 def test_bpe_training_is_deterministic():
     assert BPETokenizer.train([TEXT], 300).to_dict() == BPE.to_dict()
+
+
+@pytest.mark.parametrize("text", ["ACGT" * 2000, "a " + "x" * 1000 + " b", " " * 3500 + "y", TEXT, ""])
+def test_bpe_is_never_trained_on_a_word_of_any_length(monkeypatch, text):
+    """64,000 letters without a space took the library 40 s."""
+    seen = []
+
+    class Library:
+        def train_from_iterator(self, texts, trainer):
+            seen.extend(texts)
+
+        def get_vocab_size(self):
+            return 299
+
+    monkeypatch.setattr(BPETokenizer, "_library", Library)
+    BPETokenizer.train([text], 300)
+    assert "".join(seen) == text and (text is not TEXT or seen == [TEXT])
+    assert all(len(word) <= 1000 for part in seen for word in re.findall(r"\S+|\s+", part))
 
 
 def test_a_tokenizer_survives_json():

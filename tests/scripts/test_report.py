@@ -303,6 +303,9 @@ def test_mistakes_are_said(checkout, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "studies", "--root", gone := checkout / "gone")
     assert not gone.exists() and "gone: it has no results; give a folder with" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "studies", "--root", checkout, "--html", checkout)
+    assert f"--html: {checkout} is in the way: name a new file" in capsys.readouterr().err
     (checkout / "attention" / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="0 blocks named capabilities"):
         run(monkeypatch, "capabilities", "--root", checkout)

@@ -32,6 +32,13 @@ def test_the_transform_is_orthogonal_and_spreads_an_outlier() -> None:
     assert (outlier @ turn).abs().max() == 1.0
 
 
+def test_a_length_that_is_not_of_blocks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments(["--tokens", "100", "256"]).tokens == [100, 256]
+    with pytest.raises(SystemExit):
+        arguments(["--tokens", "256", "300"])
+    assert "--tokens 300: beyond 128, block scales need a multiple of 128" in capsys.readouterr().err
+
+
 def test_scores_are_those_without_it() -> None:
     q, k, v = inputs(points(arguments(["--tokens", "64", "--head-dim", "32"]))[0], 0, "cpu")
     turn = hadamard(32).double()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from concurrent.futures import Executor, Future
+import time
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -81,6 +82,21 @@ def test_whole_packages_are_held_out_without_what_training_has_already(packages,
         )
     assert made["training"]["files"] == len(texts["training"]) and made["found"]["packages"] == 12
     assert gather([], tmp_path / "out", 1000, 10**9) == made  # complete: nothing is looked at again
+
+
+def test_of_two_processes_one_gathers(packages, tmp_path, monkeypatch):
+    """The other would remove what the first has copied."""
+    asked = []
+
+    def slowly(*given):
+        asked.append(given)
+        time.sleep(0.3)
+        return documents(*given)
+
+    monkeypatch.setattr(long_documents, "documents", slowly)
+    with ThreadPoolExecutor(2) as pool:  # each with its own lock, as processes have
+        made = list(pool.map(lambda _: gather(packages, tmp_path / "out", 1000, 10**9), range(2)))
+    assert len(asked) == 1 and made[0] == made[1]
 
 
 def test_the_text_is_bounded_and_its_digest_knows_contents_alone(packages, tmp_path):

@@ -76,6 +76,31 @@ def test_it_goes_on_with_the_learning_rate_of_the_lowest_loss(
     assert len(read(out)) == 14
 
 
+def test_it_does_not_choose_before_all_learning_rates_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another process is at the best one."""
+
+    class Worker:
+        def __init__(self, child: str, timeout_s: float) -> None: ...
+
+        def __enter__(self) -> Worker:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+            return result(3.0)
+
+    monkeypatch.setattr("scripts.measure.worker.Worker", Worker)
+    out = tmp_path / "rows.jsonl"
+    options = muon.arguments(["--seeds", "2", "--steps", "30", "--out", str(out), "--lrs", "1e-3", "2e-3"])
+    run = Run("muon", options)
+    monkeypatch.setattr(run, "claim", lambda point: (point["optimizer"], point["lr"]) != ("muon", 2e-3))
+    muon.measure(options, run)
+    assert len(read(out)) == 3 and "another process tries the other" in capsys.readouterr().out
+
+
 def report(losses: dict[tuple[str, float], list[float]]) -> Any:
     plan = muon.Plan(muon.arguments([]), "cuda")
     rows = []

@@ -22,6 +22,11 @@ from tests.scripts.studies import TINY
         ([*TINY, "sweep.grid.seq_len=[0]"], ["seq_len=0: it needs to be a whole number, at least 1"]),
         ([*TINY, "data.seq_len=8"], ["data.seq_len=8 beside seq_len=", "leave data.seq_len out"]),
         ([*TINY, "sweep.grid.attention=[]"], ["sweep.grid.attention", "--nanogpt"]),
+        ([*TINY, "sweep.grid.seq_len=[]"], ["the grid has no points", "sweep.grid"]),
+        (
+            [*TINY, "sweep.grid.seq_len=[16]", "--plot-only"],
+            ["x.jsonl has no rows: measure first, without --plot-only"],
+        ),
         ([*TINY, "--nanogpt=nowhere.py"], ["nanogpt=nowhere.py", "no such file"]),
         ([*TINY, "--peer=megatron"], ["megatron", "transformers_eager"]),
         ([*TINY, "--together=0"], ["--together", "at least 1"]),

@@ -122,6 +122,11 @@ def test_laps(monkeypatch):
         last = laps.ended()
     assert last and laps.result()["ms_by_round"] == [1e3, 2e3, 4e3] and laps.spread()["ms_median"] == 2e3
     assert waited == [9.0, 111.0, 215.0, 323.0]  # after the first step, between rounds, at the end
+    now[0], laps = 0.0, training_meter.Laps(1, 7, 1e9, ready, rounds=3)
+    laps.start(False)
+    while not laps.ended():
+        now[0] += 1.0
+    assert len(laps.result()["ms_by_round"]) == 3  # also where they do not divide the steps
     assert ran(2, 20, 2.5, 1.0).spread()["n"] == 3  # seconds, but three steps in any case
     assert ran(2, 20, 9.5, 1.0).spread()["n"] == 10
     assert ran(1, 20, 1.0, 25.0).spread()["n"] == 1  # unless they take very long

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
+from data.storage import usable_cores
 from scripts.measure.rows import key_of
 from scripts.measure.worker import Worker
 
@@ -168,8 +169,7 @@ class Trainings:
     def __init__(self, plan: Plan, fresh: bool):
         self.plan, self.fresh = plan, fresh
         self.running: set[Worker] = set()
-        cores = len(os.sched_getaffinity(0))
-        threads = str(max(1, cores // plan.options.at_once))
+        threads = str(max(1, usable_cores() // plan.options.at_once))
         shared = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads}
         self.environment = {key: value for key, value in shared.items() if key not in os.environ}
 

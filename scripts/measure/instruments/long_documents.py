@@ -22,7 +22,7 @@ from typing import Any
 
 from conf.values import UserError
 from data.corpora import TextCorpus, unit_hash
-from data.storage import write_atomically
+from data.storage import locked, write_atomically
 
 MOST_BYTES = 1 << 19
 THREADS = 16  # that read and copy: a file at a time mostly waits
@@ -144,10 +144,18 @@ def gather(
     """Copies training documents, up to `most_bytes` of them, and those held out, to folders of `folder`.
 
     Returns the manifest: facts of both, the packages held out, what was found. It is written last: a folder
-    that has one is complete and is returned as it is."""
+    that has one is complete and is returned as it is. Of processes that share a study one gathers, and the
+    others wait for it."""
     manifest = folder / "manifest.json"
-    if manifest.is_file():
-        return json.loads(manifest.read_text(encoding="utf-8"))
+    if not manifest.is_file():
+        with locked(folder):
+            if not manifest.is_file():
+                write_atomically(manifest, [_gathered(files, folder, least_bytes, most_bytes)])
+    return json.loads(manifest.read_text(encoding="utf-8"))
+
+
+def _gathered(files: Iterable[tuple[str, Path]], folder: Path, least_bytes: int, most_bytes: int) -> bytes:
+    """Copies the documents; the manifest."""
     found = documents(files, least_bytes)
     groups = held_out_groups(found, HELD_OUT)
     aside = [document for document in found if document.group in set(groups)]
@@ -173,5 +181,4 @@ def gather(
         "held_out": facts(kept) | {"packages": groups, "repeats_left_out": len(aside) - len(kept)},
         "least_bytes": least_bytes,
     }
-    write_atomically(manifest, [json.dumps(result, indent=1).encode()])
-    return result
+    return json.dumps(result, indent=1).encode()

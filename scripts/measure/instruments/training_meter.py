@@ -66,7 +66,7 @@ class Laps:
         rounds: int = 1,
     ) -> None:
         self.warm_up, self.steps, self.seconds, self.ready = warm_up, steps, seconds, ready
-        self.in_round = max(1, steps // rounds)
+        self.in_round = max(1, -(-steps // rounds))  # rounded up: no more rounds than that
         self.before_mib = resident_mib()
         self.marks: list[tuple[Any, Any]] = []  # beginning and end of each step
 

@@ -55,6 +55,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options = made.parse_args(given)
     if options.head_dim & (options.head_dim - 1):
         made.error(f"--head-dim {options.head_dim}: the Hadamard transform needs a power of two")
+    if odd := [tokens for tokens in options.tokens if tokens > BLOCK and tokens % BLOCK]:
+        made.error(f"--tokens {odd[0]}: beyond {BLOCK}, block scales need a multiple of {BLOCK}")
     return options
 
 

@@ -93,8 +93,6 @@ class Plan:
 
 
 def measure(options: argparse.Namespace, run: Run) -> None:
-    from scripts.measure.rows import key_of, read
-
     plan = Plan(options, run.device)
 
     def trained(point: Point) -> Result:
@@ -107,8 +105,12 @@ def measure(options: argparse.Namespace, run: Run) -> None:
 
     choice = plan.choice()
     run.each(run.left(choice, "to choose learning rates"), trained, said)
-    rows = read(run.out)
-    lrs = best([rows[key_of(point)] for point in choice if key_of(point) in rows])
+    run.kept.update()
+    tried = [row for point in choice if (row := run.kept.row(point))]
+    if len(tried) < len(choice):  # the best of some would be another
+        print("another process tries the other learning rates: the same command goes on after it", flush=True)
+        return
+    lrs = best(tried)
     if set(lrs) == set(OPTIMIZERS):
         run.each(run.left(plan.comparison(lrs), "to compare"), trained, said)
 
