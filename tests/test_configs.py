@@ -35,6 +35,7 @@ def composed(*overrides: str) -> Any:
         return compose("config", overrides=[*overrides], return_hydra_config=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", CHOICES, ids=str)
 def test_composes_and_passes_the_checks(path: Path) -> None:
     extra = ["data.path=book.txt"] if path.stem in ("text", "chat") else []

@@ -27,7 +27,7 @@ def _of_a_cpu() -> Iterator[Any]:
     """The small cases in all dtypes that differ; those that are not quick are long, and of what is
     interpreted all dtypes but one, which takes turns. Pairs of features are interpreted in fp32 and one of
     16 bits, in turns too: each feature alone meets both, each pair does on a GPU. `make test` has each
-    feature by itself, and one in five pairs."""
+    feature by itself, one in three of them with a single query, and one in five pairs."""
     for number, case in enumerate(SMALL):
         for name in (name for name in NAMES if name not in GPU_ONLY):
             interpreted = name in INTERPRETED
@@ -37,8 +37,10 @@ def _of_a_cpu() -> Iterator[Any]:
             dtypes = (torch.float32, *(low if interpreted or not case.exact_dtypes_only else ()))
             quick = () if not case.quick else dtypes[number % 2 :][:1] if interpreted else dtypes
             if quick:
-                marks = pytest.mark.sampled(5) if case.group == "pair" else ()
-                yield pytest.param(name, case, quick, id=f"{case.id}-{name}", marks=marks)
+                one_in = 5 if case.group == "pair" else 3 if case.features and case.tq == 1 else 1
+                yield pytest.param(
+                    name, case, quick, id=f"{case.id}-{name}", marks=pytest.mark.sampled(one_in)
+                )
             if rest := tuple(dtype for dtype in dtypes if dtype not in quick):
                 yield pytest.param(name, case, rest, id=f"{case.id}-{name}-rest", marks=pytest.mark.long)
 

@@ -104,6 +104,7 @@ def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.long
 def test_rows_of_little_gradient() -> None:
     """Keys beside one with most of the weight, tokens of small dout, a channel of outliers: the error of each
     row, beside its own largest number, is of the order of that which the formula in fp32 makes."""
@@ -216,6 +217,7 @@ def test_layouts() -> None:
     assert _equal(_bits(q, k, v, dout), _bits(*(x.contiguous() for x in (q, k, v, dout))))
 
 
+@pytest.mark.long
 def test_no_races(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread sanitizer, in blocks that meet two tiles, in dkdv of two heads."""
     sanitizer = cpu.Sanitizer(compiler)

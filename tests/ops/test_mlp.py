@@ -103,6 +103,7 @@ def test_it_compiles_whole() -> None:
     torch.testing.assert_close(computed(step, leaves), computed(plain, leaves), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_computes_the_same_with_it_compiled_too(
     checkpointing: bool, monkeypatch: pytest.MonkeyPatch

@@ -169,6 +169,7 @@ def test_ranges_of_documents(chunk: int, device: str) -> None:
     assert ranges(packed, other) == [[[6, 0, 0], [0, 6, 0], [6, 0, 0], [6, 0, 0]], [[6, 0, 0]] * 4]
 
 
+@pytest.mark.long
 def test_any_strides(device: str) -> None:
     """Of one projection, of a batch that is one row expanded, and at an address that TMA cannot load from."""
     qkv = random(device, 2, 70, 3, 4, 64)  # (B, T, 3, H, D)
@@ -229,6 +230,7 @@ def test_a_bias_that_hides_keys(hidden: float, dtype: torch.dtype, device: str) 
     assert _beside_naive(device, dtype, causal=False, bias=bias) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_gradient_of_a_bias_of_any_shape(device: str) -> None:
     """Summed over what it broadcasts over, over two tiles of queries, the last one short."""

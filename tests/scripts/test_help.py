@@ -37,6 +37,7 @@ STUDIES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", [*COMMANDS, *STUDIES], ids=str)
 def test_help_comes_before_anything_heavy(words: Path | tuple[Path, str]) -> None:
     path, *study = words if isinstance(words, tuple) else (words,)

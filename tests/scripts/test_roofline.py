@@ -179,6 +179,7 @@ def rows() -> list[Row]:
     return found
 
 
+@pytest.mark.long
 def test_pictures_from_rows(rows: list[Row]) -> None:
     pictures = roofline_plot.pictures(rows)
     assert list(pictures) == ["causal_d128_roofline", "causal_d128_bytes"]

@@ -44,6 +44,7 @@ def test_a_variant_that_differs_is_no_result(monkeypatch: pytest.MonkeyPatch) ->
     assert [r["status"] for r in study.timed(shape, of["backward"])] == ["ok"] * 5
 
 
+@pytest.mark.long
 def test_what_rows_say(tmp_path: Path) -> None:
     out = tmp_path / "h200.jsonl"
     for shape in study.shapes():

@@ -102,6 +102,7 @@ def test_points() -> None:
     assert all(point["capacity"] is None for point in steps if not point["kv_cache"])
 
 
+@pytest.mark.long
 def test_rows_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ def fake_rows(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.long
 def test_report_of_rows(tmp_path: Path) -> None:
     rows = fake_rows(tmp_path / "h200.jsonl")
     found = prefill_decode.report(rows)
@@ -198,6 +199,7 @@ def test_report_of_rows(tmp_path: Path) -> None:
     assert used["standard"][1] < 0.5 * used["attention, triton"][1]
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     rows = fake_rows(tmp_path / "h200.jsonl")
     rows[0]["result"]["parts"]["attention, triton"]["error_ratio"] = 2.0

@@ -111,6 +111,7 @@ def test_the_choice_is_that_of_sampling(
     assert len(called) == 11  # all but the prefill's
 
 
+@pytest.mark.long
 def test_parts_of_the_keys_are_combined(
     recorded: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

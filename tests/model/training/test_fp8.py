@@ -52,6 +52,7 @@ def test_loss_and_gradients_are_those_of_bf16_within_rounding(small: None) -> No
     assert 0.01 < error < 0.1
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_same_bits_and_with_another_precision(small: None, tmp_path: Path) -> None:
     common = ["precision=fp8", "model.dropout=0.1", "tokens_per_step=128", "schedule=constant"]
     common += ["callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"]
