@@ -161,8 +161,8 @@ class GPTConfig:
 def _rope_scaling(given: Any) -> list[Any]:
     """As a plain list, checked."""
     kinds = {"linear": ("factor",), "llama3": ("factor", "low", "high", "trained context")}
-    kind, *numbers = [*given] if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if kind not in kinds or len(numbers) != len(kinds[kind]):
+    kind, *numbers = [*given] if given and isinstance(given, Sequence) and type(given) is not str else [given]
+    if not isinstance(kind, str) or kind not in kinds or len(numbers) != len(kinds[kind]):
         forms = " or ".join(f"[{', '.join((name, *words))}]" for name, words in kinds.items())
         raise UserError(f"model.rope_scaling={shown(given)}: it needs to be {forms}, or null for none.")
     for name, value in zip(kinds[kind], numbers, strict=True):

@@ -18,8 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.base import Attention
-from conf.values import UserError
+from conf.values import UserError, shown
 from model.config import GPTConfig
+
+
+def require_ranks(given: Any) -> None:
+    """UserError unless trainer.strategy.context_parallel can be the devices that share a sequence."""
+    if given != "all" and (type(given) is not int or given < 1):
+        raise UserError(
+            f"trainer.strategy.context_parallel={shown(given)}: it needs to be a number of devices that "
+            "share each sequence, or all."
+        )
 
 
 def require_divisible(config: GPTConfig, ranks: int, devices: int) -> None:

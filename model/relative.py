@@ -7,17 +7,26 @@ up to one beyond which all are the same: 2 x distance + 1 numbers a head say it 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from functools import cache
+
 
 def bucket_of(distance: int, buckets: int, furthest: int) -> int:
     """The bucket of a distance of 0 or more: half of them are of one distance each, the others split what
     lies between that and `furthest` in equal ratios. In whole numbers, as logarithms round at the edges."""
     exact = buckets // 2
-    if distance < exact:
-        return distance
+    return distance if distance < exact else exact + bisect_right(_starts(buckets, furthest), distance)
+
+
+@cache
+def _starts(buckets: int, furthest: int) -> list[int]:
+    """The first distance of each bucket behind the one that begins where the exact ones end. Once for all
+    distances: the powers of 1,024 buckets up to 65,536 have thousands of bits."""
+    exact = buckets // 2
     ratios = buckets - exact
     # distance / exact >= (furthest / exact) ** (n / ratios)
     edges = (exact ** (ratios - n) * furthest**n for n in range(1, ratios))
-    return exact + sum(distance**ratios >= edge for edge in edges)
+    return [bisect_left(range(furthest + 1), edge, key=lambda distance: distance**ratios) for edge in edges]
 
 
 def buckets_of_distances(buckets: int, furthest: int, causal: bool) -> list[int]:

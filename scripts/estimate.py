@@ -112,10 +112,11 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         )
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
     graph = compiled(cfg.compile, "cuda" if gpu else "cpu", cfg.precision)
+    config = model_config(cfg)
     micro_tokens = cfg.data.batch_size * cfg.seq_len
     shared = shared_by(cfg.trainer, cfg.tokens_per_step, micro_tokens, one_graph=graph is True)
     run = Run(
-        model_config(cfg),
+        config,
         cfg.data.batch_size,
         build_attention(cfg),
         value_bytes=2 if narrow else 4,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from conf.values import UserError, compiled
+from conf.values import UserError, compiled, whole
 from scripts.measure.instruments.allocations import PARTS, Event, Ledger, Step, peak_of, recorder_of, storages
 from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
 
@@ -111,7 +112,7 @@ def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
     def window(what: str, kind: str) -> Callable[..., None]:
         return lambda *_: recorder.mark(Event(what, kind=kind))
 
-    def forward_ends(module: Attention, inputs: tuple[Tensor, ...], out: Any) -> None:
+    def forward_ends(_: Attention, inputs: tuple[Tensor, ...], options: dict[str, Any], out: Any) -> None:
         is_of("activations", out)
         recorder.mark(Event("end", kind="attention"))
         wanted = [x for x in inputs if x.requires_grad]
@@ -119,15 +120,19 @@ def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
             return
         left = [len(wanted)]
 
-        def gradient(grad: Tensor) -> None:
-            is_of("activations", grad)
-            left[0] -= 1
-            if not left[0]:
-                recorder.mark(Event("end", kind="attention"))
+        def gradients(number: int, grad: Tensor) -> None:
+            if left[0]:
+                is_of("activations", grad)
+                left[0] = max(0, left[0] - number)
+                if not left[0]:
+                    recorder.mark(Event("end", kind="attention"))
 
         out.register_hook(window("begin", "attention"))
         for x in wanted:
-            x.register_hook(gradient)
+            x.register_hook(partial(gradients, 1))
+        packed = options.get("packed")
+        if packed is not None and packed.requires_grad:  # its gradient may come in the place of theirs
+            packed.register_hook(partial(gradients, len(wanted)))
 
     def is_gradient(p: Tensor) -> None:
         address = p.grad.untyped_storage().data_ptr()
@@ -140,7 +145,7 @@ def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
     hooks.append(step.optimizer.register_step_post_hook(window("end", "other")))
     for module in {m for m in step.net.modules() if isinstance(m, Attention)} if calls else ():
         hooks.append(module.register_forward_pre_hook(window("begin", "attention")))
-        hooks.append(module.register_forward_hook(forward_ends))
+        hooks.append(module.register_forward_hook(forward_ends, with_kwargs=True))
     try:
         yield
     finally:
@@ -207,10 +212,12 @@ def training_step(cfg: DictConfig) -> Step:
 
 
 def model_config(cfg: DictConfig) -> GPTConfig:
-    """The model of a config of train.py; its vocabulary is that of the corpus, as far as the config says."""
+    """The model of a config of train.py, whose batch size is checked too; its vocabulary is that of the
+    corpus, as far as the config says."""
     from model.config import GPTConfig
     from model.training.checks import called
 
+    whole("data.batch_size", cfg.data.batch_size, 1)
     return called("model", GPTConfig, vocab_size=vocabulary(cfg), seq_len=cfg.seq_len, **cfg.model)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from model.config import MOST_SPARSE
 from model.costs.flops import gathered_whole, parameter_count
 from model.costs.memory_loss import head_bytes, loss_bytes, loss_computes_gradients, output_bytes
 from model.costs.run import Run
@@ -212,8 +213,12 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
 
 
 def longest_context(run: Run, capacity: int, most: int = 2**24) -> int:
-    """The largest seq_len, a multiple of 64 up to `most`, whose peak is at most `capacity` bytes; 0 where not
-    even 64 is. By bisection: the peak grows with it."""
+    """The largest seq_len, a multiple of 64 up to `most` that the config allows, whose peak is at most
+    `capacity` bytes; 0 where not even 64 is. By bisection: the peak grows with it."""
+    if run.config.sparsity is not None:
+        most = min(most, MOST_SPARSE)
+    if run.config.max_positions is not None:
+        most = min(most, run.config.max_positions)
     low, high = 0, most // 64
     while low < high:
         middle = (low + high + 1) // 2

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from attention.base import Attention, AttentionCall, Costs
-from conf.values import UserError
+from conf.values import UserError, shown
 from model.calls import attention_call
 from model.config import GPTConfig
+from model.context_parallel import require_ranks
 
 _OF_THE_YAML = {"_target_", "gradient_as_bucket_view"}  # of trainer=ddp
 
@@ -33,10 +34,11 @@ def devices_of(trainer: Mapping[str, Any]) -> tuple[int, int]:
         n = int(devices) if isinstance(devices, int | str) else len(devices)
     except (TypeError, ValueError):
         raise UserError(
-            f"trainer.devices={devices}: it needs to be a number of devices, or auto for all of them."
+            f"trainer.devices={shown(devices)}: it needs to be a number of devices, or auto for all of them."
         ) from None
     n *= trainer["num_nodes"]
     ranks = 1 if isinstance(strategy, str) else strategy.get("context_parallel", 1)
+    require_ranks(ranks)
     return n, n if ranks == "all" else ranks
 
 

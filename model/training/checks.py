@@ -137,10 +137,10 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
             raise UserError(f"trainer.{key}: this training loop needs its own; leave it out.")
     strategy = trainer.get("strategy", "auto")
     # of Lightning's others, fsdp would clip by a norm of each rank's own shards, and ddp_spawn pickle the run
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
+    if strategy is None or (isinstance(strategy, str) and strategy not in STRATEGIES):
         raise UserError(
-            f"trainer.strategy={strategy}: this training loop knows replicas and FSDP2; choose trainer=ddp, "
-            "fsdp2 or context_parallel."
+            f"trainer.strategy={shown(strategy)}: this training loop knows replicas and FSDP2; choose "
+            "trainer=ddp, fsdp2 or context_parallel."
         )
     limit = trainer.get("limit_val_batches", 1.0)
     number("trainer.limit_val_batches", limit, least=0)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
-from conf.values import UserError, shown
-from model.context_parallel import ContextParallel
+from model.context_parallel import ContextParallel, require_ranks
 from model.costs.flops import gathered_whole
 from model.gpt import GPT
 from model.training.checkpoint import read_checkpoint
@@ -104,11 +103,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     context_parallel: ranks that share each sequence, a number or all"""
 
     def __init__(self, context_parallel: int | str = 1, **kwargs: Any):
-        if context_parallel != "all" and (type(context_parallel) is not int or context_parallel < 1):
-            raise UserError(
-                f"trainer.strategy.context_parallel={shown(context_parallel)}: it needs to be a number of "
-                "devices that share each sequence, or all."
-            )
+        require_ranks(context_parallel)
         super().__init__(save_distributed_checkpoint=False, **kwargs)
         self.context_parallel = context_parallel
 

@@ -287,6 +287,8 @@ def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
         ({"max_positions": 8}, "seq_len=16 is beyond the 8 positions that the weights know"),
         ({"rope_scaling": "yarn"}, r"model.rope_scaling=yarn: it needs to be \[linear, factor\] or"),
         ({"rope_scaling": ["linear", 2, 3]}, r"model.rope_scaling=\['linear', 2, 3\]: it needs to be"),
+        ({"rope_scaling": []}, r"model.rope_scaling=\[\]: it needs to be"),
+        ({"rope_scaling": {"linear": 2}}, "model.rope_scaling={'linear': 2}: it needs to be"),
         ({"rope_scaling": ["linear", 0]}, "model.rope_scaling: factor=0: it needs to be a number above 0"),
         ({"rope_scaling": ["llama3", 8, 4, 1, 64]}, "low needs to be below high"),
         ({"position": "sinus"}, "model.position=sinus: choose one of learned, rope, alibi, t5, none"),

@@ -174,6 +174,8 @@ def test_a_second_micro_batch_finds_gradients() -> None:
         for n in (256, 512)
     )
     assert two["gradients"] == two["parameters"] > one["gradients"]
+    # attention ends with the gradient of q, k and v in one, and what comes after it is none of it
+    assert two["attention"] < two["activations"]
 
 
 def test_attention_by_itself_grows_as_it_should() -> None:

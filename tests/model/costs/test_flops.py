@@ -140,6 +140,7 @@ def test_attention_flops_and_bytes() -> None:
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA GH200 144G HBM3e", 989e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA L40", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),

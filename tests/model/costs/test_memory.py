@@ -279,6 +279,9 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
     assert T % 64 == 0 and fits == [True, False]
     assert longest_context(replace(run, attention=shared_instance("naive")), able) < T / 10
     assert longest_context(run, 2**20) == 0
+    for changes, most in (({"max_positions": 4100}, 4096), ({"sparsity": "local"}, 2**21)):
+        limited = replace(run, config=replace(GPT2, position="rope", **changes))
+        assert longest_context(limited, 2**50) == most
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,8 @@ def test_a_run_that_makes_no_sense_is_refused(changes: dict[str, int], said: str
     [
         ("h200", "h200"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144g"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
