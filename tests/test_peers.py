@@ -37,21 +37,21 @@ def faulty_batches(self, consumed):
 LitGPT.training_step, TrainStream._batches = faulty_step, faulty_batches
 train.main()
 """
+long = pytest.mark.long
 # Of rank 0, which keeps the store: the second where the other one was only about to connect.
 GONE = "the connection to it is gone|it has given no sign of life"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "rank", "strategy", "why"),
     [
         ("SIGKILL", 1, "ddp", "its process ended with signal SIGKILL"),
-        ("SIGKILL", 0, "ddp", GONE),
-        ("SIGKILL", 1, "fsdp2", "its process ended with signal SIGKILL"),
-        ("SIGSTOP", 1, "ddp", f"it has given no sign of life for {LIMIT} s"),
-        ("SIGSTOP", 0, "ddp", "it has given no sign of life"),
-        ("data", 1, "ddp", f"it has been loading its next batch for {LIMIT} s"),
-        ("error", 1, "ddp", "ValueError: a\\x1b mistake"),
+        pytest.param("SIGKILL", 0, "ddp", GONE, marks=long),
+        pytest.param("SIGKILL", 1, "fsdp2", "its process ended with signal SIGKILL", marks=long),
+        pytest.param("SIGSTOP", 1, "ddp", f"it has given no sign of life for {LIMIT} s", marks=long),
+        pytest.param("SIGSTOP", 0, "ddp", "it has given no sign of life", marks=long),
+        pytest.param("data", 1, "ddp", f"it has been loading its next batch for {LIMIT} s", marks=long),
+        pytest.param("error", 1, "ddp", "ValueError: a\\x1b mistake", marks=long),
     ],
 )
 def test_a_rank_is_lost(

@@ -213,15 +213,16 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
 
 
 def longest_context(run: Run, capacity: int, most: int = 2**24) -> int:
-    """The largest seq_len, a multiple of 64 up to `most` that the config allows, whose peak is at most
-    `capacity` bytes; 0 where not even 64 is. By bisection: the peak grows with it."""
+    """The largest seq_len, a multiple of 64 up to `most` that the config allows (or this, if it is less),
+    whose peak is at most `capacity` bytes; 0 where there is none. By bisection: the peak grows with it."""
     if run.config.sparsity is not None:
         most = min(most, MOST_SPARSE)
     if run.config.max_positions is not None:
         most = min(most, run.config.max_positions)
-    low, high = 0, most // 64
+    step = min(64, most)
+    low, high = 0, most // step
     while low < high:
         middle = (low + high + 1) // 2
-        longer = replace(run, config=replace(run.config, seq_len=64 * middle))
+        longer = replace(run, config=replace(run.config, seq_len=step * middle))
         low, high = (middle, high) if peak(longer).peak <= capacity else (low, middle - 1)
-    return 64 * low
+    return step * low

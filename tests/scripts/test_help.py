@@ -38,7 +38,11 @@ STUDIES = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("words", [*COMMANDS, *STUDIES], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [*COMMANDS, *STUDIES],
+    ids=lambda words: words.stem if isinstance(words, Path) else f"study {words[1]}",
+)
 def test_help_comes_before_anything_heavy(words: Path | tuple[Path, str]) -> None:
     path, *study = words if isinstance(words, tuple) else (words,)
     command = [sys.executable, "-c", CODE, str(path), *study]

@@ -279,7 +279,8 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
     assert T % 64 == 0 and fits == [True, False]
     assert longest_context(replace(run, attention=shared_instance("naive")), able) < T / 10
     assert longest_context(run, 2**20) == 0
-    for changes, most in (({"max_positions": 4100}, 4096), ({"sparsity": "local"}, 2**21)):
+    short = {"max_positions": 48, "seq_len": 32}
+    for changes, most in (({"max_positions": 4100}, 4096), (short, 48), ({"sparsity": "local"}, 2**21)):
         limited = replace(run, config=replace(GPT2, position="rope", **changes))
         assert longest_context(limited, 2**50) == most
 
