@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ def test_points_are_runs_of_train_py() -> None:
     assert point["text"] and "data.path" not in point["settings"]
 
 
-def test_it_goes_on_with_the_learning_rate_of_the_lowest_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def answered_by(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[Any, dict[str, Any]], dict[str, Any]]
 ) -> None:
-    asked = []
+    """No process trains: `ask` takes what one would be asked."""
 
     class Worker:
         def __init__(self, child: str, timeout_s: float) -> None: ...
@@ -58,15 +59,24 @@ def test_it_goes_on_with_the_learning_rate_of_the_lowest_loss(
 
         def __exit__(self, *_: Any) -> None: ...
 
-        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-            words = dict(word.split("=", 1) for word in request["words"])
-            asked.append(words)
-            lr = float(words["optim.lr"])
-            if lr == 8e-3:
-                return {"status": "error", "reason": "diverged"}
-            return result(3.0 + abs(lr - {"adamw": 1e-3, "muon": 2e-3}[words["optim"]]))
-
+    Worker.ask = ask
     monkeypatch.setattr("scripts.measure.worker.Worker", Worker)
+
+
+def test_it_goes_on_with_the_learning_rate_of_the_lowest_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def ask(_: Any, request: dict[str, Any]) -> dict[str, Any]:
+        words = dict(word.split("=", 1) for word in request["words"])
+        asked.append(words)
+        lr = float(words["optim.lr"])
+        if lr == 8e-3:
+            return {"status": "error", "reason": "diverged"}
+        return result(3.0 + abs(lr - {"adamw": 1e-3, "muon": 2e-3}[words["optim"]]))
+
+    answered_by(monkeypatch, ask)
     out = tmp_path / "rows.jsonl"
     given = ["--seeds", "2", "--steps", "30", "--out", str(out), "--lrs", "1e-3", "2e-3", "8e-3"]
     options = muon.arguments(given)
@@ -80,19 +90,7 @@ def test_it_does_not_choose_before_all_learning_rates_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another process is at the best one."""
-
-    class Worker:
-        def __init__(self, child: str, timeout_s: float) -> None: ...
-
-        def __enter__(self) -> Worker:
-            return self
-
-        def __exit__(self, *_: Any) -> None: ...
-
-        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-            return result(3.0)
-
-    monkeypatch.setattr("scripts.measure.worker.Worker", Worker)
+    answered_by(monkeypatch, lambda *_: result(3.0))
     out = tmp_path / "rows.jsonl"
     options = muon.arguments(["--seeds", "2", "--steps", "30", "--out", str(out), "--lrs", "1e-3", "2e-3"])
     run = Run("muon", options)
