@@ -39,7 +39,7 @@ def pattern(name: str, tiles: int, blocks: int) -> Tensor:
         return (steps & (steps - 1) == 0) | (c == 0)
     draws = torch.rand(tiles, tiles, generator=torch.Generator().manual_seed(tiles))
     drawn = draws.masked_fill(c > r, 2).argsort(dim=1).argsort(dim=1) < blocks  # among the keys before
-    return (apart < blocks) | (c == 0) | drawn
+    return (apart < blocks) | (c == 0) | (drawn & (c <= r))  # rows with fewer keys have ties beyond
 
 
 def kept_share(kept: Tensor, causal: bool) -> float:

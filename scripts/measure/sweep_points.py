@@ -13,7 +13,7 @@ from typing import Any
 from attention import registry
 from conf import compose, renames
 from conf.compose import CONF, choices_of, one_length
-from conf.values import UserError, compiled, whole
+from conf.values import UserError, compiled, number, whole
 from scripts.measure.instruments import training_peers
 from scripts.measure.rows import choices
 
@@ -123,6 +123,11 @@ def study_of(overrides: list[str]) -> Study:
             raise UserError(f"{override}: the study gives {key} a value at each point; set {instead}.")
     common = tuple(override for override in overrides if not override.lstrip("+").startswith("sweep."))
     rest = {key: block[key] for key in ("micro_tokens", "warm_up", "steps", "seconds", "timeout_s")}
+    whole("sweep.micro_tokens", rest["micro_tokens"], 1, null="data.batch_size rows")
+    whole("sweep.warm_up", rest["warm_up"], 0)
+    whole("sweep.steps", rest["steps"], 1)
+    number("sweep.seconds", rest["seconds"], least=0)
+    number("sweep.timeout_s", rest["timeout_s"], above=0)
     rest["piece"] = block.get("piece", 0)
     return Study(chosen["experiment"], common, grid, tuple(block["peers"]), **rest)
 

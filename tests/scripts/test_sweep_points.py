@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conf.values import UserError
 from model.costs.gpus import GPUS
 from scripts.measure import sweep_points
 from scripts.measure.rows import key_of
@@ -101,3 +102,18 @@ def test_as_many_are_set_up_together_as_have_room():
     assert room.is_hopeless(naive) and [len(group) for group in room.groups([triton, naive])] == [1, 1]
     peer = replace(naive, task=Task({"seq_len": 16384}, "transformers_sdpa"))
     assert room.needs(triton) < room.needs(peer) < room.needs(naive)
+
+
+@pytest.mark.parametrize(
+    "wrong, needs",
+    [
+        ("sweep.steps=0", "sweep.steps=0: it needs to be a whole number, at least 1"),
+        ("sweep.warm_up=-1", "a whole number, at least 0"),
+        ("sweep.micro_tokens=0", "a whole number, at least 1, or null for data.batch_size rows"),
+        ("sweep.seconds=null", "a number, at least 0"),
+        ("sweep.timeout_s=0", "a number above 0"),
+    ],
+)
+def test_what_no_point_can_be_measured_with_is_refused(wrong, needs):
+    with pytest.raises(UserError, match=needs):
+        study(*GRID, wrong)
