@@ -326,10 +326,12 @@ class TiledAttention(Attention):
         self.block_q, self.block_k = block_q, block_k
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """lse; in the backward dq in fp32 where q is not, and the tiles: five of scores and six of rows."""
+        """lse; in the backward dq in fp32 where q is not, and the tiles: five of scores and six of rows. With
+        dropout eight of scores, as drawing its mask takes numbers of 64 bits."""
         rows, cols = min(call.tq, self.block_q), min(call.tk, self.block_k)
         scores, of_rows = rows * cols, max(rows, cols) * call.head_dim
-        tile_bytes = 4 * call.batch * call.heads * (5 * scores + 6 * of_rows)
+        tiles = 8 if "dropout" in call.features else 5
+        tile_bytes = 4 * call.batch * call.heads * (tiles * scores + 6 * of_rows)
         return Costs(lse_bytes(call), tile_bytes + (q_fp32_bytes(call) if call.dtype.itemsize == 2 else 0))
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:

@@ -21,19 +21,20 @@ GOLDEN = 0x9E3779B9
 _U32 = 0xFFFFFFFF
 
 
-def fmix32(x: Tensor) -> Tensor:
-    """murmur3's finaliser on int64 tensors that hold values in [0, 2**32)."""
+def fmix32_(x: Tensor) -> Tensor:
+    """murmur3's finaliser, in place, on an int64 tensor that holds values in [0, 2**32). Naive attention's
+    peak of memory was here with three tensors of 8 bytes a score at a time; now it has two."""
     # An int64 product wraps modulo 2**64, which leaves the low 32 bits right.
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _U32
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _U32
-    return x ^ (x >> 16)
+    x.bitwise_xor_(x >> 16).mul_(0x85EBCA6B).bitwise_and_(_U32)
+    x.bitwise_xor_(x >> 13).mul_(0xC2B2AE35).bitwise_and_(_U32)
+    return x.bitwise_xor_(x >> 16)
 
 
 def row_keys(seed: Tensor, b: Tensor, h: Tensor, i: Tensor) -> Tensor:
     """The key of each row; `seed` (0-d int64) and the int64 indices broadcast against each other."""
     key = torch.zeros_like(seed)
     for x in (seed & _U32, (seed >> 32) & _U32, b, h, i):
-        key = fmix32(((key ^ x) + GOLDEN) & _U32)
+        key = fmix32_(((key ^ x) + GOLDEN) & _U32)
     return key
 
 
@@ -44,7 +45,7 @@ def dropout_threshold(p: float) -> int:
 
 def keep_mask(keys: Tensor, j: Tensor, p: float) -> Tensor:
     """True where the probability of row `keys` and key index `j` (int64, broadcast) is kept."""
-    return fmix32((keys + GOLDEN * j) & _U32) >= dropout_threshold(p)
+    return fmix32_((keys + GOLDEN * j).bitwise_and_(_U32)) >= dropout_threshold(p)
 
 
 def keep_tile(seed: Tensor, batch: int, heads: int, rows: range, cols: range, p: float) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from model.dropout import Dropout, keep_mask
-from ops.dropout import GOLDEN, fmix32
+from ops.dropout import GOLDEN, fmix32_
 
 U32 = 2**32 - 1
 
@@ -17,8 +17,8 @@ U32 = 2**32 - 1
 @pytest.mark.parametrize("p", [0.0, 0.2, 0.5, 0.97])
 def test_the_mask_is_the_documented_function(seed: int, p: float) -> None:
     row, column = torch.arange(130).unsqueeze(1), torch.arange(70)
-    key = fmix32((seed + GOLDEN * row) & U32)
-    expected = fmix32((key + GOLDEN * column) & U32) >= round(p * 2**32)
+    key = fmix32_((seed + GOLDEN * row) & U32)
+    expected = fmix32_((key + GOLDEN * column) & U32) >= round(p * 2**32)
     assert torch.equal(keep_mask(torch.tensor(seed, dtype=torch.int32), 130, 70, p), expected)
 
 

@@ -31,6 +31,8 @@ CONFIGS = {
     "gpt2 tiled, a large vocabulary": "model=tiny attention=tiled data.corpus.vocab_size=4000",
     "gpt2 sdpa, dropout": "model=char model.n_layer=2 attention=sdpa",
     "gpt2 sdpa, a window": "model=tiny attention=sdpa model.window=32",
+    "naive, its dropout": "model=tiny model.n_layer=2 attention=naive model.attn_dropout=0.1 seq_len=512",
+    "tiled, its dropout": "model=tiny model.n_layer=2 attention=tiled model.attn_dropout=0.1 seq_len=128",
     "llama naive checkpointed": "model=llama_tiny attention=naive checkpointing=true",
     "llama tiled bf16": "model=llama_tiny attention=tiled precision=bf16-mixed",
     "llama sdpa": "model=llama_tiny attention=sdpa",
