@@ -97,7 +97,10 @@ def theirs_of(net: GPT, model_type: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The safetensors of a folder. UserError where there are none, or the index names others."""
+    """The safetensors of a folder; the single file where it has an index, too, as transformers chooses: that
+    is of weights which were there before. UserError where there are none, or the index names others."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
         content = read_json(index)
@@ -108,8 +111,6 @@ def shards_of(folder: Path) -> list[Path]:
         if missing := sorted(name for name in names if not (folder / name).is_file()):
             raise UserError(f"it lacks {printable(missing[0])}, which its {INDEX} names")
         return [folder / name for name in sorted(names)]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise UserError(

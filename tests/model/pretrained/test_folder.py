@@ -61,6 +61,19 @@ def test_shards_are_one_model(kind: str, tmp_path: Path) -> None:
     assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
 
 
+def test_shards_that_a_single_file_has_replaced_are_not_read(tmp_path: Path) -> None:
+    """As transformers takes them: saving a model there again need not remove the index and the shards."""
+    make_folder(tmp_path, "llama", shard="60KB")
+    shards = list(tmp_path.glob("model-*.safetensors"))
+    make_folder(tmp_path / "again", "llama")
+    weights = loaded(tmp_path / "again").state_dict()
+    (tmp_path / "again" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    for shard in shards:
+        shard.write_bytes(b"older")
+    found = loaded(tmp_path).state_dict()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beyond the model is at most a shard: here a tensor, whose file the system maps."""
     import safetensors
@@ -209,9 +222,10 @@ def pickled(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
 
 
-def indexed(name: str) -> Callable[[Path], None]:
+def indexed(index: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     return change
 
@@ -241,9 +255,9 @@ BAD = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "it has no model.safetensors"),
     "a pickle only": (pickled, "its weights are in pytorch_model.bin, a pickle, and reading that"),
     "a truncated shard": (truncated, "its model.safetensors is truncated or damaged"),
-    "a missing shard": (indexed("model-2.safetensors"), "it lacks model-2.safetensors, which its model"),
-    "a shard elsewhere": (indexed("../../etc/passwd"), "index.json names no files in it"),
-    "an index of numbers": (indexed(7), "index.json names no files in it"),
+    "a missing shard": (indexed({"weight_map": {"a": "b.safetensors"}}), "it lacks b.safetensors, which"),
+    "a shard elsewhere": (indexed({"weight_map": {"a": "../b"}}), "index.json names no files in it"),
+    "an index of numbers": (indexed({"weight_map": {"a": 7}}), "index.json names no files in it"),
     "a damaged config": (written("config.json", "{"), "its config.json is damaged"),
     "a deep config": (written("config.json", "[" * 100_000), "its config.json is damaged"),
     "a list": (written("config.json", "[]"), "its config.json is no mapping"),
@@ -261,7 +275,7 @@ BAD = {
     "a true width": (config(hidden_size=True), "model.n_embd=true: it needs to be a whole number"),
     "endless layers": (config(num_hidden_layers=2**20), "its 30 tensors are not those of"),
     "too many layers": (config(num_hidden_layers=2**62), "model.n_layer=4611686018427387904: it"),
-    "an index that is a list": (written("model.safetensors.index.json", "[]"), "index.json names no files"),
+    "an index that is a list": (indexed([]), "index.json names no files"),
     "more layers": (config(num_hidden_layers=4), "its weights lack layers.3.input_layernorm.weight and 8"),
     "fewer layers": (config(num_hidden_layers=2), "its weights have layers.2.input_layernorm.weight and"),
     "another width": (config(intermediate_size=32), "and floating-point numbers of (32, 64) are needed"),
