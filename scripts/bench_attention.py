@@ -69,6 +69,8 @@ def arguments() -> argparse.Namespace:
     of_squares |= {"--relative-bias": options.relative_bias, "--full": options.causal is False}
     if "decode" in options.passes and (given := [name for name, value in of_squares.items() if value]):
         made.error(f"{', '.join(given)}: --pass decode has none of it: ask for other passes alone")
+    if options.short and (options.seq_len or options.passes == ["decode"]):
+        made.error("--short adds lengths to the usual ones of a square: leave out --seq-len, or --short")
     if options.kv_lengths and options.passes != ["decode"]:
         made.error("--kv-lengths is for --pass decode alone")
     return options

@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--compile", action="store_true", help="a decoding step of torch.compile, not of fused kernels")
     add("--no-fused", action="store_true", help="decode with PyTorch's own kernels (still one graph)")
     add("--repeat", type=positive, default=3, help="measured runs; the median counts")
-    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the model's shape, as model.bias=false")
     options = made.parse_args()
     if options.new < 2:
         made.error(f"--new {options.new}: a first token has no decoding step to time; ask for 2 or more")
@@ -57,14 +57,21 @@ def arguments() -> argparse.Namespace:
 
 
 def build(name: str, attention: str, seq_len: int, overrides: list[str]) -> Any:
-    """A model of that shape with random weights, bf16 on a GPU and fp32 elsewhere."""
+    """A model of that shape with random weights, bf16 on a GPU and fp32 elsewhere. UserError for overrides
+    that a row would name and this would not use, or that change what the row says under another name."""
     import torch
 
     from conf.compose import build_attention, composed
+    from conf.values import UserError
     from model.gpt import GPT, GPTConfig
     from model.training.checks import called
 
     cfg = composed([f"model={name}", f"attention={attention}", *overrides])
+    if others := [word for word in overrides if not word.lstrip("+~").startswith(("model.", "attention."))]:
+        raise UserError(
+            f"--set {' '.join(others)}: it takes keys of model and attention, as model.bias=false. "
+            "Give the rest by options, as --model, --attention or --seq-len."
+        )
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
@@ -105,6 +112,7 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
         "prefill_tokens_per_s": statistics.median(run.prefill_tokens_per_s for run in timed),
         "setup_s": runs[0].setup_s,
         "setup_again_s": timed[-1].setup_s,
+        "reencoded": timed[-1].reencoded,
         "peak_mib": peak_mib,
         "kernels": as_field(found),
         "kernels_from": "set-up, prefill and the first decoding steps",
@@ -133,9 +141,11 @@ def said(point: dict[str, Any], result: dict[str, Any]) -> str:
     if result["status"] != "ok":
         return f"{point['batch']} rows: {result['status']}, {result['reason']}"
     decode, prefill = result["tokens_per_s"], result["prefill_tokens_per_s"]
+    again = result["reencoded"]
+    more = f"; decoding encoded {again} full contexts again, which its speed includes" if again else ""
     return (
         f"{point['batch']} rows: decode {decode:,.0f} tokens/s, prefill {prefill:,.0f} tokens/s; "
-        f"set-up {result['setup_s']:.1f} s, again {result['setup_again_s']:.2f} s"
+        f"set-up {result['setup_s']:.1f} s, again {result['setup_again_s']:.2f} s{more}"
     )
 
 

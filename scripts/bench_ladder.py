@@ -18,9 +18,10 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
 
 
 from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.machine import ROOT
 from scripts.measure.report.tables import Record, listed, markdown, records, where
 from scripts.measure.rows import read, seconds
-from scripts.measure.runner import Run, parser
+from scripts.measure.runner import Run, parser, rows_path
 from scripts.measure.studies import Row, Table
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
@@ -155,12 +156,14 @@ def main() -> None:
     asked = made.parse_args()
     import torch
 
-    if not torch.cuda.is_available() and not (asked.plot_only and asked.out):
-        raise SystemExit("bench_ladder.py needs a CUDA GPU: torch.cuda.is_available() is False.")
-    run = Run(STUDY, asked)
-    out = run.out
+    cuda = torch.cuda.is_available()
+    if not (cuda or asked.plot_only):
+        raise SystemExit(
+            "bench_ladder.py needs a CUDA GPU: torch.cuda.is_available() is False. --plot-only prints."
+        )
+    out = asked.out or (rows_path(STUDY) if cuda else ROOT / "results" / STUDY / "h200.jsonl")
     if not asked.plot_only:
-        measure(run, asked.budget, asked.attention)
+        measure(Run(STUDY, asked), asked.budget, asked.attention)
     rows = list(read(out).values())
     if not rows:
         raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")

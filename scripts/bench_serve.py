@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     add("--slots", type=positive, default=16, help="rows of `lengths` that decode at once")
     add("--block", type=positive, default=16, help="tokens in a block")
     add("--repeat", type=positive, default=3, help="measured runs; the median counts")
-    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the model's shape, as model.bias=false")
     options = made.parse_args()
     for name in ("suffix", "new"):
         least, most = getattr(options, name)

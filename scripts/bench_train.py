@@ -51,7 +51,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=rows_file, help="rows go here (default: results/gpt2_124m/<gpu>.jsonl)")
     options = parser.parse_args()
     if options.steps < 40:
-        parser.error(f"--steps {options.steps}: of fewer than 40, none would be left to count")
+        parser.error(
+            f"--steps {options.steps}: the first {WARM_UP} do not count, and {ROUNDS} rounds share the rest; "
+            "give at least 40"
+        )
     return options
 
 
@@ -81,7 +84,8 @@ def main() -> None:
     asked = {f"tilegpt attention={name}": words_of(options, name) for name in options.attention}
     if options.nanogpt:
         asked["nanoGPT"] = words_of(options, None)
-    found = in_turns(asked)
+    results = in_turns(asked)
+    found = {name: result for name, result in results.items() if result["status"] == "ok"}
     print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}  attention")
     for name, result in found.items():
         ms = result["ms_median"]
@@ -102,8 +106,8 @@ def main() -> None:
             f"{name:<28} {ms:>8.2f} {1e3 * tokens / ms:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}  "
             f"{', '.join(ran) or PLAIN}"
         )
-    first, *others = found
-    for name in others:
+    first = next(iter(found), "")
+    for name in list(found)[1:]:
         pairs = zip(found[first]["ms_by_round"], found[name]["ms_by_round"], strict=True)
         ratios = sorted(other / own for own, other in pairs)
         print(
@@ -111,6 +115,11 @@ def main() -> None:
             f"{ratios[-1]:.3f} in {ROUNDS} rounds)"
         )
     print(f"rows in {out}")
+    if failed := [f"{name}: {result['reason']}" for name, result in results.items() if name not in found]:
+        said = (
+            "All contestants are on the GPU at once: where memory ran out, give fewer or a smaller --batch."
+        )
+        raise SystemExit("\n".join(["these failed and have no rows:", *failed, said]))
 
 
 if __name__ == "__main__":

@@ -106,12 +106,14 @@ def launch_us(folder: Path) -> tuple[float, float]:
 
 
 def main() -> None:
+    from scripts.measure.rows import positive
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = "cuda, cuda_* or triton (default: each stage)"
     parser.add_argument("--attention", nargs="+", metavar="NAME", help=names)
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
+    parser.add_argument("--head-dim", nargs="+", type=positive, default=[64, 128], metavar="D")
     asked = parser.parse_args()
     import torch
 

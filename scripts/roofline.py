@@ -59,7 +59,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--tiles", action="store_true", help="the study of fa2's tile in the place of the roofline")
     add("--no-ncu", dest="ncu", action="store_false", help="times and the model alone")
     add("--no-ceilings", dest="ceilings", action="store_false", help="those in the rows stand")
-    return made.parse_args(given)
+    options = made.parse_args(given)
+    if options.tiles and options.stages not in (STAGES, ["cuda_fa2"]):
+        made.error(f"--tiles --stages {' '.join(options.stages)}: tiles are fa2's: leave --stages out")
+    return options
 
 
 def points(options: argparse.Namespace) -> list[list[Point]]:

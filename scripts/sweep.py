@@ -65,8 +65,8 @@ class Sweep:
         from scripts.measure.sweep_company import Room
 
         self.study, self.shared, self.room = study, run, Room.here(together)
-        self.slow: dict[str, int] = {}  # the context at which an implementation took too long
-        self.full: dict[str, int] = {}  # and at which it was out of memory
+        self.slow: dict[str, int] = {}  # of points `alike`, the context at which one took too long
+        self.full: dict[str, int] = {}  # and at which one was out of memory
 
     def run(self, points: list[Point]) -> Iterator[tuple[Row, bool]]:
         """Rows of the points, and whether each was measured now: where one is out of memory, of smaller
@@ -139,12 +139,12 @@ class Sweep:
     def not_tried(self, point: Point) -> dict[str, Any] | None:
         """The result of a point that is not tried, as a shorter context took too long, or was out of memory
         where this one needs far more than there is."""
-        name, tokens = point.fields["implementation"], point.fields["seq_len"]
-        if (shorter := self.slow.get(name, tokens)) < tokens:
+        which, tokens = alike(point.fields), point.fields["seq_len"]
+        if (shorter := self.slow.get(which, tokens)) < tokens:
             limit = self.study.timeout_s
             why = f"not tried: a context of {shorter:,} tokens took longer than {limit} s"
             return {"status": "error", "reason": why, "timeout_s": limit}
-        if (shorter := self.full.get(name, tokens)) < tokens and self.room.is_hopeless(point):
+        if (shorter := self.full.get(which, tokens)) < tokens and self.room.is_hopeless(point):
             why = f"not tried: {shorter:,} tokens were out of memory, and this is predicted to take "
             return {"status": "oom", "reason": f"{why}{self.room.needs(point) / 2**30:,.0f} GiB"}
         return None
@@ -164,13 +164,21 @@ class Sweep:
         return words + ([f"--peer={point.peer}"] if point.peer else [])
 
     def _note(self, row: Row) -> None:
-        name, tokens = row["point"]["implementation"], row["point"]["seq_len"]
+        which, tokens = alike(row["point"]), row["point"]["seq_len"]
         for ended, limits in (
             ("timeout_s" in row["result"], self.slow),
             (row["result"]["status"] == "oom", self.full),
         ):
             if ended:
-                limits[name] = min(limits.get(name, tokens), tokens)
+                limits[which] = min(limits.get(which, tokens), tokens)
+
+
+def alike(point: dict[str, Any]) -> str:
+    """What points have in common that differ in the context alone, and so in the rows of a step: of another
+    model, say, a longer context may be fast enough."""
+    from scripts.measure.rows import key_of
+
+    return key_of(point | {"seq_len": None, "micro_batch": None, "tokens_per_step": None})
 
 
 def may_be_of_company(result: dict[str, Any]) -> bool:

@@ -44,7 +44,10 @@ def test_gpu_slug(name, slug):
         ("bench_train", "--attention foo", ("--attention", "'foo'", "naive")),
         ("bench_train", "--batch -1", ("--batch", "at least 1")),
         ("bench_train", "--batch 0", ("--batch", "at least 1")),
-        ("bench_train", "--steps 30", ("--steps 30", "40")),
+        ("bench_train", "--steps 30", ("--steps 30", "first 20 do not count", "at least 40")),
+        ("bench_attention", "--short --seq-len 64", ("--short", "leave out --seq-len")),
+        ("bench_attention", "--short --pass decode", ("--short", "of a square")),
+        ("roofline", "--tiles --stages cuda_naive", ("--tiles --stages cuda_naive", "leave --stages out")),
     ],
 )
 def test_a_wrong_argument_is_named(script, arguments, words, monkeypatch, capsys):
@@ -58,7 +61,13 @@ def test_a_wrong_argument_is_named(script, arguments, words, monkeypatch, capsys
 @pytest.mark.parametrize("script", ["bench_generate", "bench_serve"])
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("foo", "foo has no value: write foo=..."), ("model.n_head=5", "n_head=5"), ("model.nope=1", "nope")],
+    [
+        ("foo", "foo has no value: write foo=..."),
+        ("model.n_head=5", "n_head=5"),
+        ("model.nope=1", "nope"),
+        ("seq_len=64", "--set seq_len=64: it takes keys of model and attention"),  # the row would say 64
+        ("attention=naive", "--set attention=naive: it takes keys"),  # and auto, for a run of naive
+    ],
 )
 def test_a_wrong_override_is_one_message(script, override, words, tmp_path, monkeypatch, capsys):
     out = str(tmp_path / "cpu.jsonl")
@@ -126,8 +135,8 @@ def test_training_contestants_are_timed_in_turns(monkeypatch):
             return {"status": "error", "reason": "why"} if self.name == "b" else {"status": "ok"}
 
     monkeypatch.setattr("scripts.measure.worker.Worker", Fake)
-    with pytest.raises(RuntimeError, match="theirs: why"):
-        training_turns.in_turns({"ours": ["a"], "theirs": ["b"]})
+    found = training_turns.in_turns({"ours": ["a"], "theirs": ["b"]})
+    assert found == {"ours": {"status": "ok"}, "theirs": {"status": "error", "reason": "why"}}
     turn = [("a", "go"), ("a", "ready"), ("b", "go"), ("b", "ready")]
     assert told == [("a", "ready"), ("b", "ready"), *turn * training_turns.ROUNDS, ("b", "end"), ("a", "end")]
 
@@ -181,6 +190,51 @@ def test_training_speeds_are_compared_round_by_round(tmp_path, monkeypatch, caps
     assert said.count("1.0  our CUDA kernels\n") == 3
     assert {point["implementation"] for _, point in written} == speeds.keys()
     assert {path for path, _ in written} == {out}
+
+
+def test_the_ladder_is_printed_without_a_gpu(monkeypatch, capsys):
+    from scripts import bench_ladder
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_ladder.py", "--plot-only"])
+    bench_ladder.main()
+    assert capsys.readouterr().out.startswith("NVIDIA H200, torch ")
+    monkeypatch.setattr(sys, "argv", ["bench_ladder.py"])
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        bench_ladder.main()
+
+
+def test_generation_beyond_the_context_says_what_its_speed_includes(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "cpu.jsonl"
+    for new in (4, 9):  # the last one is never fed: 8 + 8 tokens are more than 12
+        words = f"--model tiny --set model.n_layer=1 --prompt 8 --new {new} --seq-len 12 --repeat 1 --out"
+        monkeypatch.setattr(sys, "argv", ["bench_generate.py", *words.split(), str(out)])
+        import_module("scripts.bench_generate").main()
+    assert [json.loads(line)["result"]["reencoded"] for line in out.read_text().splitlines()] == [0, 1]
+    assert capsys.readouterr().out.count("encoded 1 full contexts again, which its speed includes") == 1
+
+
+def test_a_training_that_fails_leaves_the_others_their_rows(tmp_path, monkeypatch, capsys):
+    from scripts import bench_train
+
+    fine = {"status": "ok", "reason": None, "mfu": None, "peak_mib": 1024.0, "kernels": {}}
+    fine |= {"ms_median": 10.0, "ms_by_round": [10.0] * 5}
+    lost = {"status": "oom", "reason": "CUDA out of memory"}
+    argv = ["bench_train.py", "--attention", "naive", "sdpa", "--out", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    written = []
+    monkeypatch.setattr(rows, "append", lambda path, point, result: written.append(point["implementation"]))
+    monkeypatch.setattr(bench_train, "in_turns", lambda asked: dict(zip(asked, (lost, fine), strict=True)))
+    with pytest.raises(SystemExit) as stop:
+        bench_train.main()
+    assert written == ["tilegpt attention=sdpa"] and "6,553,600" in capsys.readouterr().out
+    said = str(stop.value)
+    assert "attention=naive: CUDA out of memory" in said and "a smaller --batch" in said
+    monkeypatch.setattr(bench_train, "in_turns", lambda asked: dict.fromkeys(asked, lost))
+    with pytest.raises(SystemExit, match="these failed"):
+        bench_train.main()
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize(

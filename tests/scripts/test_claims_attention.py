@@ -35,6 +35,31 @@ def test_claims_are_answered_from_rows(results):
     )
 
 
+def test_the_leanest_is_compared_at_the_same_length(results):
+    """Also where longer ones were measured: what is said of N = 4,096 is of no other."""
+    rows = memory_rows()
+    before = memory.twenty_times_less(results(rows)).why
+    longer = [
+        row | {"point": row["point"] | {"seq_len": 8192}, "key": f"{row['key']} twice as long"}
+        for row in rows
+        if row["point"]["seq_len"] == 4096 and row["point"]["pass"] == "both" and row["point"]["batch"] == 16
+    ]
+    for row in longer:
+        row["result"] = row["result"] | {"peak_mib": 10 * row["result"].get("peak_mib", 0)}
+    after = memory.twenty_times_less(results([*rows, *longer])).why
+    assert " at N = 8,192" in after and after.rpartition(". ")[2] == before.rpartition(". ")[2]
+
+
+def test_trips_of_a_mask_are_said(results):
+    """They are not the scores', of whose traffic the claim is."""
+    rows = speed_rows()
+    masked = claims.scores_over_memory(results((), rows)).why
+    assert "Standard attention, with a causal mask that it has to add in trips of its own, takes" in masked
+    full = [row | {"point": row["point"] | {"causal": False}} for row in rows]
+    plain = claims.scores_over_memory(results((), full)).why
+    assert "Standard attention takes" in plain and "mask" not in plain
+
+
 def test_what_has_no_mask_comes_first_and_the_mask_is_taken_apart(results):
     rows = speed_rows()
     found = results((), rows)

@@ -22,6 +22,13 @@ def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         main()
 
 
+def test_a_head_dim_is_a_whole_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["first_call.py", "--head-dim", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--head-dim: 0 is no whole number, at least 1" in capsys.readouterr().err
+
+
 def test_help_waits_for_nothing_and_a_wrong_name_is_said(capsys: pytest.CaptureFixture) -> None:
     code = "import sys; sys.argv = ['first_call.py', '--help']; from scripts.first_call import main\n"
     code += "try: main()\nfinally: print('torch' in sys.modules)"

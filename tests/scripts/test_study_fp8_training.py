@@ -26,6 +26,17 @@ def plan(*given: str, device: str = "cuda", devices: int = 1) -> fp8_training.Pl
     return fp8_training.Plan(fp8_training.arguments(list(given)), device, devices)
 
 
+def test_a_ratio_takes_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.measure.instruments import training_turns
+
+    lost = {"status": "oom", "reason": "CUDA out of memory"}  # in company, so that no row may say so
+    answers = dict(zip(fp8_training.PRECISIONS, ({"status": "ok"}, lost), strict=True))
+    monkeypatch.setattr(training_turns, "in_turns", lambda asked: {name: answers[name] for name in asked})
+    mine = plan()
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        fp8_training.speeds(mine, mine.points("speed"))
+
+
 def test_points_differ_in_precision_alone() -> None:
     on_four = plan(devices=4)
     for measured in ("speed", "loss"):

@@ -349,6 +349,20 @@ def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: s
     assert ("on ListOps seeds leave room for 2." in found.why) == (spread == 1 and not open_)
 
 
+def test_a_step_that_attention_does_not_set_is_said(tmp_path: Path) -> None:
+    alike = {key: [0.368, 0.37, 0.372] for key in ACCURACIES}
+    for name, times in (("attention", [6.0, 9.0]), ("host", [9.5, 9.0])):
+        rows = gpu_rows(alike, MS | {"triton": times, "cuda": [20.0, 20.0]})
+        for row in rows:
+            if row["point"]["measured"] == "speed" and row["point"]["seq_len"] == 4096:
+                row["point"]["seq_len"] = 2048
+        why = claim.accuracy_and_speed(studies.results(tmp_path / name, long_range=rows)).why
+        said = (
+            "At 1,024 the eager one takes 9.5 ms and at 2,048, of as many tokens with twice the attention, "
+        )
+        assert (said in why) == ("something else sets its time there" in why) == (name == "host")
+
+
 def test_a_step_is_faster_beyond_its_interval(tmp_path: Path) -> None:
     alike = {key: [0.368, 0.37, 0.372] for key in ACCURACIES}
     rows = gpu_rows(alike, {name: [1.9 * x if name != "standard" else x for x in MS[name]] for name in MS})

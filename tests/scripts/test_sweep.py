@@ -169,6 +169,32 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monk
     assert len(point_results) == 2 + 2  # flash2 again, and tiled
 
 
+def test_what_took_too_long_is_tried_where_more_differs_than_the_context(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "code", lambda *_: "sources")
+    ran = []
+
+    def once(target: str, request: dict[str, list[str]], timeout_s: float) -> dict[str, object]:
+        words = request["words"]
+        ran.append(words)
+        slow = "checkpointing=true" in words and "seq_len=16" not in words
+        return {"status": "error", "reason": "late", "timeout_s": timeout_s} if slow else fake_result()
+
+    monkeypatch.setattr(sweep, "once", once)
+    grid = (
+        "sweep.grid.attention=[sdpa]",
+        "sweep.grid.seq_len=[16,32,64]",
+        "+sweep.grid.checkpointing=[true,false]",
+    )
+    run(tmp_path / "cpu.jsonl", *grid, monkeypatch=monkeypatch)
+    found = {
+        (row["point"]["checkpointing"], row["point"]["seq_len"]): row["result"]["status"]
+        for row in read(tmp_path / "cpu.jsonl").values()
+    }
+    late = {(True, 16): "ok", (True, 32): "error", (True, 64): "error"}
+    assert found == late | {(False, tokens): "ok" for tokens in (16, 32, 64)}
+    assert len(ran) == 5  # 64 with checkpointing is not tried
+
+
 def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "code", lambda *_: "sources")
     model = tmp_path / "model.py"

@@ -103,7 +103,7 @@ class Claim:
         """Raises NotMeasured where there are no rows."""
         f = self.query(results)
         gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in f.rows)
-        commands = dict.fromkeys([f.command] if f.command else [command_of(study(row)) for row in f.rows])
+        commands = dict.fromkeys([f.command] if f.command else [command_of(folder(row)) for row in f.rows])
         said = [text for part in self.why.split("\n\n") if (text := filled(part, f)) is not None]
         return Answer(
             filled(self.figure, f) or "",
@@ -164,6 +164,11 @@ def study(row: Row) -> str:
     return row["point"]["study"]
 
 
+def folder(row: Row) -> str:
+    """Of results/ that it was read from: hopper has the same study's points as attention."""
+    return row.get("folder", study(row))
+
+
 def matches(row: Row, wanted: dict[str, Any]) -> bool:
     """Whether the point has these values; `passed` is its "pass". A set, tuple or list: one of them."""
     point = row["point"]
@@ -204,7 +209,7 @@ class Results:
         files = [with_baselines(path) for path in sorted((self.folder / study).glob("*.jsonl"))]
         if study not in NUMERICS:
             files = [[row for row in rows if row["machine"]["gpu"]] for rows in files]
-        return max(files, key=len, default=[])
+        return [row | {"folder": study} for row in max(files, key=len, default=[])]
 
 
 def missing(study: str, **wanted: Any) -> NotMeasured:

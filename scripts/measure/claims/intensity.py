@@ -79,7 +79,8 @@ def intensity_decides(results: Results) -> Figures:
     "Prefill is bound by compute, decoding by memory; FlashAttention helps the first.",
     theirs="""prefill of 8,192 tokens: 67,108,864 scores, a step of decoding 8,192. A prefill of 512
         tokens of a 13B model (40 layers, 5,120 wide) saturates an A100""",
-    # Saturated: 90% of the model's best rate; memory-bound: half of a copy's rate, a tenth of the compute.
+    # Saturated: 90% of the model's best rate, and half of the compute; memory-bound: half of a copy's rate, a
+    # tenth of the compute.
     holds=lambda f: saturates(f) and f.busy >= 0.5 and f.idle <= 0.1 and f.prefill > f.decode,
     partly=lambda f: saturates(f) or (f.busy >= 0.5 and f.idle <= 0.1) or f.prefill > f.decode,
     differ=(),
@@ -129,7 +130,7 @@ def prefill_and_decode(results: Results) -> Figures:
 
 
 def saturates(f: Figures) -> bool:
-    return f.shortest <= 512 < f.longest
+    return f.shortest <= 512 < f.longest and f.compute >= 0.5
 
 
 def steps_of(results: Results, model: str) -> tuple[Row, Row, list[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,11 @@ from scripts.measure.report.pages import notes
 
 ACCURACY = "{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%}, by the first token alone {:.1%})"
 
+SET_OTHERWISE = (
+    "At {:,} the eager one takes {:.1f} ms and at {:,}, of as many tokens with twice the attention, {:.1f} "
+    "ms: something else sets its time there, such as the host's launches, and without that the factor would "
+    "be larger."
+)
 NOT_RUN = ", Pathfinder was not run"
 CAPPED = (
     "{}, one run of {} with a cap of {} s of a shared GPU: {:.1%} after {:,} examples (majority class "
@@ -50,6 +56,8 @@ ARENA = ("listops", "pathfinder")  # Matching is a task of our own
     why="""
         A step with {name} is faster than with standard attention in eager PyTorch by {by_length}
         tokens{by_length_compiled}.
+
+        {set_otherwise}
 
         {untested}
 
@@ -100,12 +108,21 @@ def accuracy_and_speed(results: Results) -> Figures:
         in_short="differ" if differs else "alike" if alike else "not tested at this scale",
         untested=None if alike or differs else untested(compared),
         by_length=listed("{1:.1f}x at {0:,}", eager[name].items()),
+        set_otherwise=not_by_attention(rows, name),
         **of_compiled(name_compiled, compiled, halves[True]),
         accuracies=listed(ACCURACY, baselines, "; "),
         decided=" ".join(decided),
         not_run="" if any(group.task == "pathfinder" for group in [*found, *alone]) else NOT_RUN,
         capped=listed(CAPPED, map(of_capped, alone), " ") or None,
     )
+
+
+def not_by_attention(rows: list[Row], name: str) -> str | None:
+    """At which contexts a step in eager PyTorch takes no less than at twice that; None for nowhere."""
+    ms = {n: result["ms_median"] for (who, n), result in speeds.timed(rows, False).items() if who == name}
+    steps = {row["point"]["tokens_per_step"] for row in rows if row["point"]["measured"] == "speed"}
+    found = [(n, ms[n], 2 * n, ms[2 * n]) for n in sorted(ms) if ms[n] >= ms.get(2 * n, math.inf)]
+    return listed(SET_OTHERWISE, found, " ") if found and len(steps) == 1 else None
 
 
 def half_intervals(rows: list[Row], name: str | None, compiled: bool) -> dict[int, float]:

@@ -82,18 +82,18 @@ def scores_and_statistics(results: Results) -> Figures:
 )
 def twenty_times_less(results: Results) -> Figures:
     rows = results.ok(STUDY, passed="both", batch=16, heads=8)
-    factors, whole, used = {}, {}, []
+    pairs: dict[int, list[Row]] = {}
     for n in sorted({row["point"]["seq_len"] for row in rows}):
         # theirs is FlashAttention's, whose backward sums dQ in fp32: so that of PyTorch counts
-        pair = [of(rows, implementation=which, seq_len=n) for which in ("standard", "sdpa_flash")]
-        used += pair
-        factors[n], whole[n] = over(*pair), over(*pair, inputs=True)
-    if 4096 not in factors:
+        pairs[n] = [of(rows, implementation=which, seq_len=n) for which in ("standard", "sdpa_flash")]
+    if 4096 not in pairs:
         raise missing(STUDY, passed="both", batch=16, heads=8, seq_len=4096)
     lean = leanest([row for row in rows if row["point"]["seq_len"] == 4096])
-    used += [] if lean is pair[1] else [lean]
+    standard, flash = pairs[4096]
+    used = [row for pair in pairs.values() for row in pair] + ([] if lean is flash else [lean])
+    factors, whole = ({n: over(*pair, inputs=also) for n, pair in pairs.items()} for also in (False, True))
     said = {"factors": by_length(factors), "wholes": by_length(whole), "lean": name(lean)}
-    return Figures(used, whole=whole[4096], leanest=over(pair[0], lean, inputs=True), **said)
+    return Figures(used, whole=whole[4096], leanest=over(standard, lean, inputs=True), **said)
 
 
 def over(more: Row, less: Row, inputs: bool = False) -> float:

@@ -11,7 +11,7 @@ ROUNDS = 5
 
 def in_turns(asked: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """The results of contestants, by name, whose words `asked` has, --rounds=ROUNDS among them: a round of
-    each after the other. Raises RuntimeError where one fails."""
+    each after the other. One that fails does so in company: others may have taken its memory."""
     from scripts.measure.worker import Worker
 
     with ExitStack() as stack:
@@ -24,8 +24,4 @@ def in_turns(asked: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
             for worker in workers.values():
                 worker.go()
                 worker.ready()
-        results = {name: worker.result() for name, worker in workers.items()}
-    for name, result in results.items():
-        if result["status"] != "ok":
-            raise RuntimeError(f"{name}: {result['reason']}")
-    return results
+        return {name: worker.result() for name, worker in workers.items()}

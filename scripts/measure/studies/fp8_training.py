@@ -149,6 +149,9 @@ def speeds(plan: Plan, points: list[Point]) -> list[Result]:
 
     asked = {p["precision"]: [*plan.words("speed", p["precision"]), f"--rounds={ROUNDS}"] for p in points}
     found = in_turns(asked)
+    for name, result in found.items():
+        if result["status"] != "ok":  # a ratio takes both
+            raise RuntimeError(f"{name}: {result['reason']}")
     return [found[point["precision"]] for point in points]
 
 
