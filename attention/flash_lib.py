@@ -34,7 +34,7 @@ from attention.flash_documents import documents
 from attention.flash_versions import VERSIONS, LibraryCall
 from attention.geometry import align_to_16_bytes
 from conf.values import UserError
-from ops.library import register_attention
+from ops.library import empty_as, register_attention
 
 
 def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *op_args: Any) -> tuple[Tensor, Tensor]:
@@ -96,12 +96,12 @@ def _to_library_layout(x: Tensor, varlen: bool) -> Tensor:
 
 
 def _from_library_layout(x: Tensor, like: Tensor) -> Tensor:
-    """The way back, in the strides of empty_like(`like`), as an op must give; a copy where they differ."""
+    """The way back, in the strides of empty_as(`like`), as an op must give; a copy where they differ."""
     batch, _, tokens, _ = like.shape
     x = (x.unflatten(0, (batch, tokens)) if x.ndim == 3 else x).transpose(1, 2)
-    strides = torch.empty_like(like, device="meta").stride()
+    strides = empty_as(torch.empty_like(like, device="meta")).stride()
     same = all(a == b or n == 1 for a, b, n in zip(x.stride(), strides, x.shape, strict=True))
-    return x if same else torch.empty_like(like).copy_(x)
+    return x if same else empty_as(like).copy_(x)
 
 
 _OPS = {

@@ -238,7 +238,7 @@ def _multiply(
 ) -> Tensor:
     with torch.cuda.device(a.device):
         product = _described(a, b, transposed, epilogue)
-        a, b = _aligned(a), _aligned(b)
+        a, b, bias = _aligned(a), _aligned(b), None if bias is None else bias.contiguous()
         out = a.new_empty(product.m, product.n)
         plan = _plan(product)
         for attribute, tensor in ((_BIAS, bias), (_AUX, aux)):

@@ -244,7 +244,7 @@ def packed_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> tuple[Tensor, ...]:
         *flat, heads, kv_heads, bias_grad = flat
         options, seed, settings = gathered(flat)
-        options = options._replace(packed=torch.empty_like(qkv))
+        options = options._replace(packed=empty_as(qkv))
         views = unpacked(options.packed, heads, kv_heads)
         q, k, v = unpacked(qkv, heads, kv_heads)
         *grads, dbias, drelative_bias = _five(
@@ -267,6 +267,11 @@ def _differentiate(name: str, op: Any, function: type[torch.autograd.Function]) 
         if forward_ad._current_level >= 0:
             _refuse_tangents(f"tilegpt::{name}", args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    f"tilegpt::{name} has no derivative within torch.func (grad, vjp, jacrev, vmap): call "
+                    "torch.autograd.grad outside of it; attention=naive has"
+                )
             return function.apply(*args)
         return _below_autograd(op, args)
 
@@ -289,10 +294,10 @@ def _below_autograd(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def empty_as(x: Tensor) -> Tensor:
-    """An uninitialised tensor like x (B, H, T, D), for a result: strides in x's order, so that a model that
+    """An uninitialised tensor like x (..., D), for a result: strides in x's order, so that a model that
     works in (B, T, H, D) need not copy; contiguous where x overlaps itself and D would not be innermost."""
     made = torch.empty_like(x)
-    return made if made.stride(3) == 1 or made.shape[3] == 1 else x.new_empty(x.shape)
+    return made if made.stride(-1) == 1 or made.shape[-1] == 1 else x.new_empty(x.shape)
 
 
 def rows_aligned(x: Tensor) -> bool:
@@ -322,7 +327,7 @@ def _fake_backward(
 def _fake_packed_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    return torch.empty_like(qkv), *_fake_learned(qkv, options)
+    return empty_as(qkv), *_fake_learned(qkv, options)
 
 
 def _fake_learned(x: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

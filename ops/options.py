@@ -37,6 +37,12 @@ class AttentionOptions(NamedTuple):
         left, right = self.window or (-1, -1)
         return (left, 0) if self.causal else (left, right)
 
+    @property
+    def finite_softcap(self) -> float:
+        """The normalised `softcap`, at least what keeps scale / softcap finite in fp32, as 0 times that is to
+        be 0; 0: no softcap."""
+        return max(self.softcap, 1e-37 * max(1.0, abs(self.scale))) if self.softcap else 0.0
+
 
 def flattened(options: AttentionOptions, dropout_seed: Tensor | None, settings: list[int]) -> tuple[Any, ...]:
     """Normalised options as the arguments of an op, in the order of the schema of ops/library.py."""

@@ -69,6 +69,7 @@ def reads(q: Tensor, view: CacheView, options: AttentionOptions) -> bool:
         multiples_of_16 += [size * x.stride(axis) for axis in range(3) if x.shape[axis] > 1]
     return (
         q.shape[3] == 128
+        and q.stride(3) == k.stride(3) == 1  # Triton's kernel refuses any other
         and q.shape[1] // k.shape[1] <= 8
         and k.stride() == v.data.stride()  # K's strides and table are all that `fill` passes
         and view.one_table

@@ -73,11 +73,6 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def _softcap(softcap: float, scale: float) -> float:
-    """At least what keeps scale / softcap finite in fp32; 0: no softcap."""
-    return max(softcap, 1e-37 * max(1.0, abs(scale))) if softcap > 0 else 0.0
-
-
 class Call:
     """What forward and backward derive from q (B, Hq, Tq, D), k, v, normalised options and `settings`.
 
@@ -96,7 +91,7 @@ class Call:
     ):
         self.options = options
         slopes, kv_lengths, dropout_p = options.alibi_slopes, options.kv_lengths, options.dropout_p
-        (left, right), softcap, self.settings = options.band, options.softcap or 0.0, settings
+        (left, right), softcap, self.settings = options.band, options.finite_softcap, settings
         q_ids, k_ids = options.document_ids or (None, None)
         if options.bias is not None:
             raise ValueError("attention=cuda takes no bias; attention=triton, flex, tiled and naive do")
@@ -118,7 +113,7 @@ class Call:
             window_left=min(left, tk),
             window_right=min(right, tq),
             scale=options.scale,
-            softcap=_softcap(softcap, options.scale),
+            softcap=softcap,
             keep_scale=1.0 / (1.0 - dropout_p),
             dropout_threshold=min(dropout_threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
         ).bind(

@@ -64,6 +64,8 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     call = Call(*map(_mappable, (q, k, v)), *options)
     hadamard, one_scale, integers = call.settings or (1, 0, 1)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
+    if batch > 65_535:  # the last axis of a grid
+        raise ValueError(f"attention=cuda_fp8 got {batch:,} batch rows; it takes at most 65,535")
     tile, width = _TILES[padded_head_dim(head_dim)], padded_head_dim(head_dim)
     rows, (q_blocks, k_blocks) = V_TILE * math.ceil(tk / V_TILE), tile.scales(tq, tk)
     n_q_scales, n_k_scales = batch * heads * q_blocks, batch * kv_heads * k_blocks

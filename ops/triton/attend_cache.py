@@ -120,7 +120,10 @@ def _run_triton(
     """Fills `to` and `to_lse`, the parts, or where splits is 1 the results, with out's strides."""
     (k, k_scale, table), v = view.k, view.v
     (batch, heads, tq, head_dim), (kv_heads, block) = q.shape, k.shape[1:3]
-    scales = k_scale is None or (k_scale.stride() == v.scale.stride() and k_scale.stride(3) == 1)
+    # of blocks of one token, the last stride of the scales says nothing
+    scales = k_scale is None or (
+        k_scale.stride() == v.scale.stride() and (k_scale.stride(3) == 1 or block == 1)
+    )
     if k.stride() != v.data.stride() or not scales or k.stride(3) != 1 or q.stride(3) != 1:
         raise ValueError(
             f"attention=triton got a cache with strides {k.stride()} and {v.data.stride()}, q {q.stride()}; "
@@ -138,7 +141,7 @@ def _run_triton(
     lengths, slopes = view.lengths.contiguous(), options.alibi_slopes
     slopes = None if slopes is None else slopes.contiguous()
     table = None if table is None else table.contiguous()
-    softcap = options.softcap or 0.0
+    softcap = options.finite_softcap
     _tilegpt_attend_cache[(splits * batch * kv_heads * m_tiles,)](
         q, k, v.data, k_scale, v.scale, table, lengths, slopes, to, to_lse,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if k_scale is None else k_scale.stride()[:3]),

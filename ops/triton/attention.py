@@ -43,11 +43,16 @@ def _check(*tensors: Tensor) -> None:
     for x in tensors:
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"attention=triton got {x.dtype}; it needs float16, bfloat16 or float32")
-        if (x.stride(3) != 1 and x.shape[3] > 1) or x.stride(2) >= 2**24:
+        if (x.stride(3) != 1 and x.shape[3] > 1) or _far_apart(x):
             raise ValueError(
                 f"attention=triton got strides {x.stride()}; it needs a contiguous last dimension and tokens "
                 "less than 2**24 elements apart: call .contiguous()"
             )
+
+
+def _far_apart(x: Tensor) -> bool:
+    """Whether a tile's rows of x (B, H, T, D), at most 128, are further apart than 32 bits count."""
+    return x.stride(2) >= 2**24 and x.shape[2] > 1
 
 
 def _describable(*tensors: Tensor) -> bool:
@@ -81,7 +86,7 @@ class _Call:
         settings: Sequence[int] = (),
     ):
         self.bias, self.seed, table = options.bias, seed, options.relative_bias
-        (left, right), softcap = options.band, options.softcap or 0.0
+        (left, right), softcap = options.band, options.finite_softcap
         scale, dropout_p = options.scale, options.dropout_p
         if self.bias is not None:
             self.bias = self.bias.expand(*q.shape[:3], k.shape[2])
@@ -290,7 +295,7 @@ def backward(
     *options, bias_grad = options
     _check(q, k, v)
     call = _Call(q, k, *options)
-    if dout.stride(3) != 1:  # out.sum() sends one number, expanded
+    if dout.stride(3) != 1 or _far_apart(dout):  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
     statistics = run_delta(dout, out, lse, call)
     problem = (dout, q, k, v, *statistics, call)

@@ -190,6 +190,16 @@ def test_a_table_and_lengths_of_any_strides(name, kind):
     assert torch.equal(build(name)(q, one), build(name)(q, one._replace(lengths=one.lengths.contiguous())))
 
 
+def test_blocks_of_one_token():
+    """Their scales are contiguous with any last stride, as transposed ones have it."""
+    q, view, _, _ = make("int4", 1, 1, tokens=24)
+    turned = [x._replace(scale=x.scale[..., 0].clone()[:, :, None].mT) for x in view[:2]]
+    assert view.k.scale.stride(3) == 1 < turned[0].scale.stride(3) and turned[0].scale.is_contiguous()
+    outs = [build("triton")(q, view._replace(k=k, v=v)) for k, v in (view[:2], turned)]
+    assert torch.equal(*outs)
+    torch.testing.assert_close(outs[0], NaiveAttention()(q, view))
+
+
 @pytest.mark.parametrize("name", ["auto", "sdpa", "flex", "tiled", "triton"])
 def test_a_dense_cache_is_keys_and_values_with_lengths(name):
     q, view, k, v = make(None, None, 1)

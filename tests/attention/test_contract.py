@@ -157,6 +157,14 @@ def test_no_forward_mode_derivative(name: str) -> None:
         torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
 
 
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+def test_torch_func_differentiates_naive_alone(name: str) -> None:
+    """PyTorch's own words would be of the inside of an op."""
+    q, attention = torch.randn(1, 2, 9, 16), build(name)
+    with pytest.raises(NotImplementedError, match=f"tilegpt::{name} has no derivative within torch.func"):
+        torch.func.grad(lambda q: attention(q, q, q).sum())(q)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_whole_with_dynamic_length(name: str, device: str) -> None:

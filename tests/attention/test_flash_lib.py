@@ -86,6 +86,18 @@ def test_grid(on_cpu: Any, version: int, cases: list[Case]) -> None:
     assert (not ran and not calls) if refused else ran and (calls or case.group == "empty")
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_queries_that_overlap(on_cpu: Any, version: int) -> None:
+    """Windows of a row, one element apart: results as torch.compile expects them, with D innermost."""
+    attention, _ = on_cpu(version)
+    q = torch.randn(2, 3, 36).unfold(2, 32, 1).requires_grad_()  # (B, H, T, D)
+    k = torch.randn(2, 3, 5, 32)
+    out = attention(q, k, k)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert out.stride() == dq.stride() == (480, 160, 32, 1)
+    torch.testing.assert_close(out, build("naive")(q, k, k))
+
+
 def test_the_fakes_can_fail(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong translation shows: a right bound lost, V not blanked, the lse of ALiBi left as it comes."""
     by_id = {case.id: case for case in CASES}

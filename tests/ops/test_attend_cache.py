@@ -179,6 +179,10 @@ def test_other_calls_are_left_to_triton() -> None:
     assert not reads(q, view, OPTIONS._replace(softcap=5.0))
     assert not reads(q, view, OPTIONS._replace(alibi_slopes=torch.ones(4)))
     assert reads(q.half(), view, OPTIONS)
+    # channels that are not neighbours, whose addresses the kernel is not told
+    assert not reads(q.repeat_interleave(2, dim=3)[..., ::2], view, OPTIONS)
+    k, v = (x._replace(data=x.data.repeat_interleave(2, dim=3)[..., ::2]) for x in view[:2])
+    assert not reads(q, CacheView(k, v, view.lengths), OPTIONS)
     for other in (
         make("int4", None, 1, torch.float16, dim=128),
         make("fp8", None, 1, torch.bfloat16, dim=128),

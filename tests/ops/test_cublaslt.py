@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ops import cublaslt
 from ops.linear import product
@@ -100,6 +105,29 @@ def test_a_product_for_which_the_heuristics_have_nothing_good() -> None:
     asked = cublaslt._described(dy, weight, False, DGELU)
     if torch.cuda.get_device_capability() == HOPPER:
         assert cublaslt._shape(cublaslt._plan(asked).found) in cublaslt._OF_DGELU
+
+
+def test_a_bias_of_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cublasLt is given its address alone."""
+    found: list[Tensor] = []
+
+    def read(descriptor: None, attribute: int, value: ctypes.c_void_p) -> None:
+        found.append(torch.tensor((ctypes.c_int16 * 8).from_address(value.value)[:], dtype=torch.int16))
+
+    algorithm = SimpleNamespace(algo=ctypes.c_uint64(), workspace_bytes=0)
+    plan = SimpleNamespace(descriptor=None, layouts=[None] * 3, found=algorithm)
+    for owner, name, stand_in in (
+        (cublaslt, "_plan", lambda _: plan),
+        (cublaslt, "_set", read),
+        (cublaslt, "_handle", lambda _: None),
+        (cublaslt, "_call", lambda *_: None),
+        (torch.cuda, "device", lambda _: nullcontext()),
+        (torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((8, 8), (8, 8), (16,)))
+    cublaslt._multiply(a, b, True, BIAS, bias[::2])
+    assert torch.equal(found[0].view(torch.bfloat16), bias[::2])
 
 
 @pytest.mark.gpu

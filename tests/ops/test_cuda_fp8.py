@@ -158,6 +158,23 @@ def test_the_copies_in_8_bits_are_the_inputs() -> None:
     _assert_rounded(turned, whole[keys])
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_batch_rows_have_copies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = cpu.inputs((70, 250, 64), (2, 1), batch=3, dtype=torch.bfloat16)[:3]
+    seen: list[Any] = []
+    monkeypatch.setattr(fp8, "run_forward", lambda q, call, tile, operands, **_: seen.append(operands))
+    for given in (inputs, *zip(*(x.split(1) for x in inputs), strict=True)):
+        fp8.fp8_forward(*given, AttentionOptions(causal=False, scale=1.0), None, [1, 0, 0])
+    whole, *rows = ([x.view(torch.uint8) for x, *_ in operands] for operands in seen)
+    assert all(torch.equal(x, torch.cat(of_rows)) for x, *of_rows in zip(whole, *rows, strict=True))
+
+
+def test_more_batch_rows_than_a_grid_has_are_refused() -> None:
+    q = torch.zeros(65_536, 1, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"got 65,536 batch rows; it takes at most 65,535"):
+        fp8.fp8_forward(q, q, q, AttentionOptions(causal=False, scale=1.0), None, [1, 0, 0])
+
+
 def _assert_rounded(numbers: Tensor, x: Tensor) -> None:
     """Each is x, scaled so that the largest is 448, within half a step of e4m3."""
     scaled = x * (448 / x.abs().max())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.base import AttentionCall
+from ops.library import unpacked
 from scripts import accuracy
 from scripts.accuracy import Problem, error_ratios
 from tests.attention.criterion import run_case
@@ -279,3 +280,44 @@ def test_what_nobody_checked_inside_a_compiled_step(device: str) -> None:
         op(q.transpose(2, 3), q, q, *options)
     with pytest.raises(ValueError, match="float64"):
         op(q.double(), q.double(), q.double(), *options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_softcap_near_zero(device: str) -> None:
+    """scale / softcap is beyond fp32, and the scores of a query of zeros, or of none, are 0."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 66, 16, device=device) for _ in range(3))
+    q[:, :, 5] = 0
+    results = []
+    for name in ("triton", "naive"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = build(name)(*leaves, scale=1.0, softcap=1e-39)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_further_apart_than_32_bits_count(device: str) -> None:
+    """Gradients that come so, as of a large batch that is laid out token by token; one token has no next."""
+    q, k, v, dout = (random(device, 1, 2, 9, 16) for _ in range(4))
+    options = {"kv_lengths": torch.tensor([9], dtype=torch.int32, device=device)}  # no descriptors
+    step = 2**28  # 8 rows further is 2^31: in 32 bits that many elements before, of the same storage
+    far = torch.empty(2**31 + 8 * step + 32, dtype=dout.dtype, device=device)
+    far = far.as_strided(dout.shape, (32, 16, step, 1), 2**31).copy_(dout)
+    before, after = (computed(q, k, v, given, **options) for given in (dout, far))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    one = [x[:, :, :1] for x in (q, k, v)]
+    apart = [x.as_strided(x.shape, (32, 16, step, 1)) for x in (y.contiguous() for y in one)]
+    assert torch.equal(computed(*apart)["out"], computed(*one)["out"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_rows_that_overlap(device: str) -> None:
+    """Windows of a row, one element apart: the gradient has its channels innermost all the same."""
+    rows = random(device, 2, 96 + 19, dtype=torch.float32)
+    results = []
+    for name in ("triton", "naive"):
+        qkv = rows.unfold(1, 96, 1).requires_grad_()  # (B, T, (4 + 2) D)
+        out = build(name)(*unpacked(qkv, 4, 1), packed=qkv if name == "triton" else None)
+        results.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
