@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.command import leave, user_errors
 from conf.compose import build_attention, choices_of, one_length, swept, without_nulls
 from conf.explain import explain
-from conf.initial import Initial, finetuned, keep_tokenizer, read_initial
+from conf.initial import Initial, adapters_of, finetuned, keep_tokenizer, read_initial
 from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
 from conf.saved import admit, portable
 from conf.values import UserError
@@ -244,11 +244,12 @@ def build(
     make = partial(build_attention, cfg)
     facts = {"device": device, "dtype": dtype, "sequence_ranks": sequence_ranks}
     attention, decoder, call = runtime.attentions(make, cfg.attention.decode, config, data, **facts)
+    adapters = adapters_of(cfg, starts=initial is not None or ckpt is not None)
     set_up(data, ckpt)
     config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
-    adapters = finetuned(cfg, net, run, initial, ckpt, data.tokenizer)
+    trained = finetuned(cfg, net, run, initial, ckpt, data.tokenizer, adapters)
     fp8.convert(net, cfg.precision, micro_tokens // sequence_ranks)
     rows = data.batch_size * data.accumulate
     as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, rows, cfg.precision)
@@ -263,7 +264,7 @@ def build(
         cuda_graphs=as_graph,
         validates_eagerly=runtime.may_validate_eagerly(compiled, attention, call, config, rows),
         decode_attention=decoder,
-        checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,
+        checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | trained,
     )
     return data, lit, call
 

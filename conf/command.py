@@ -115,10 +115,14 @@ def _message(error: BaseException) -> str:
         cause, (TypeError, ValueError, OSError, RuntimeError)
     ):
         return str(cause)  # what a constructor said, without Hydra's wrapping
+    if str(error).startswith("Error locating target") and cause:  # a file that Python cannot import, say
+        root = cause.__cause__ or cause
+        where = str(error).partition(", set env var")[0]
+        return f"{where}: {type(root).__name__}: {root}. HYDRA_FULL_ERROR=1 shows the stack."
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has to be given: {error.full_key}=..., as in data=text data.path=book.txt."
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        return no_key(cause.full_key, list(cause.parent_node or ()))
+        return no_key(cause.full_key, cause.parent_node or ())
     if isinstance(error, MissingConfigException) and error.options:
         return no_choice(*error.missing_cfg_file.rsplit("/", 1), error.options)
     if isinstance(error, OverrideParseException):

@@ -55,9 +55,16 @@ def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:
 
 
 def no_key(full: str, known: Iterable[str], owner: str = "") -> str:
-    """A mistyped key, with those that its node has: Hydra's own message advises to add it. owner: what has
-    them, where that is no node of the config."""
+    """A mistyped key, with those that its node has: Hydra's own message advises to add it. known: that node,
+    or names; owner: what has them, where that is no node of the config."""
     node, _, key = full.rpartition(".")
+    if node == "trainer":
+        from model.training.checks import ELSEWHERE
+
+        if key in ELSEWHERE:
+            return f"There is no key {full}: that is decided by {ELSEWHERE[key]}."
+    if below := _below(key, known):
+        return f"There is no key {full}; did you mean {' or '.join(below)}?"
     known = sorted(name for name in map(str, known) if name != "hydra" and not name.startswith("_"))
     return (
         f"There is no key {full}{_meant(key, known)} "
@@ -69,6 +76,16 @@ def no_choice(group: str, choice: str, known: Iterable[str]) -> str:
     """A mistyped choice of a group, with those that there are: Hydra's own message takes thirty lines."""
     known = sorted(known)
     return f"There is no {group}={choice}{_meant(choice, known)} Choose one of {', '.join(known)}."
+
+
+def _below(key: str, node: Iterable[str]) -> list[str]:
+    """The keys of that name one level down, as data.batch_size for batch_size."""
+    if not isinstance(node, DictConfig):
+        return []
+    groups = [
+        str(name) for name in sorted(node) if name != "hydra" and isinstance(node._get_node(name), DictConfig)
+    ]
+    return [f"{group}.{key}" for group in groups if key in list(node._get_node(group))]
 
 
 def _meant(word: str, known: list[str]) -> str:

@@ -34,7 +34,7 @@ example:
 Below, each key with its value. A group lists its choices, then the keys of its current one
 (conf/<group>/<choice>.yaml): data=text --help shows those of data=text. a | b: one of these; null: unset, the
 key says what that means; ???: has to be given. +key=value adds a key that is not there, as
-+trainer.profiler=simple; Hydra's own options: --hydra-help.
++trainer.detect_anomaly=true; Hydra's own options: --hydra-help.
 """
 
 

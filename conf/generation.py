@@ -23,13 +23,14 @@ NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop", "fused"
 # Least and greatest; those of temperature, top_k and top_p are checked where tokens are drawn.
 RANGES = {"num_samples": (1, 2**16), "max_new_tokens": (1, 2**24), "seed": (0, 2**64 - 1)}
 RANGES |= dict.fromkeys(("block", "pool_tokens", "slots", "chunk", "draft_tokens"), (1, 2**31 - 1))
+PAGED = ("block", "pool_tokens", "slots", "chunk", "prefix_caching")  # keys that only a paged cache reads
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The options of conf/generate.yaml with the command line's, and the overrides left for the run."""
     import yaml
 
-    options, rest = yaml.safe_load(CONFIG.read_text()), []
+    options, rest, typed = yaml.safe_load(CONFIG.read_text()), [], {}
     for argument in arguments:
         key, _, text = argument.partition("=")
         if key not in KINDS and key.split(".")[0] != "attention":
@@ -42,7 +43,29 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             options[key] = [*options[key], *convert(key, text)]
         else:
             options[key] = convert(key, text)
+        typed[key] = argument
+    _require_read(options, typed)
     return options, rest
+
+
+def _require_read(options: dict[str, Any], typed: dict[str, str]) -> None:
+    """UserError for keys that nothing would read beside the others; typed: key -> key=value."""
+    if options["prompt_file"] is not None and "prompt" in typed:
+        raise UserError(
+            f"{typed['prompt']} and {typed['prompt_file']}: the prompts are one or the other; leave one out."
+        )
+    if options["speculate"] is None and "draft_tokens" in typed:
+        raise UserError(
+            f"{typed['draft_tokens']} is for speculate=ngram or speculate=<a smaller run>; give that too, or "
+            "leave draft_tokens out."
+        )
+    pages = options["cache"] == "paged" or (options["cache"] == "auto" and options["prompt_file"] is not None)
+    pages = pages and options["kv_cache"] and options["speculate"] is None
+    if not pages and (unread := [key for key in PAGED if key in typed]):
+        raise UserError(
+            f"{', '.join(typed[key] for key in unread)}: only a paged cache reads that. Give cache=paged "
+            f"(without speculate= and kv_cache=false), or leave {' and '.join(unread)} out."
+        )
 
 
 def no_option(key: str) -> str:

@@ -22,6 +22,7 @@ from model.config import GPTConfig
 if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer
     from model.gpt import GPT
+    from model.lora import Adapters
 
 # What a new run may set of a model that it takes over: no weight depends on it. max_positions goes beyond the
 # trained context.
@@ -128,6 +129,11 @@ def _of_run(given: str, runs: Path) -> Initial | None:
     folder = runs / given.removesuffix("/best").removeprefix(f"{runs}/").rstrip("/")
     if not (Path(given).is_file() or (folder / "checkpoints").is_dir()):
         return None
+    if Path(given).is_file() and given.endswith((".safetensors", ".bin", ".json")):
+        raise UserError(
+            f"init_from={given} is one file of a model: give its folder, init_from={Path(given).parent}, "
+            "which also has config.json and the tokenizer."
+        )
     path = resolve(given, runs)
     saved = read_checkpoint(path, verified=True, mmap=True)["tilegpt"]
     fields = vars(GPTConfig(**saved["model"])).copy()
@@ -170,6 +176,25 @@ def keep_tokenizer(initial: Initial, cfg: DictConfig, run: Path, overrides: list
     cfg.data.tokenizer.kind, cfg.data.tokenizer.path = "file", str(path)
 
 
+def adapters_of(cfg: DictConfig, starts: bool) -> Adapters | None:
+    """The adapters that `finetune` asks for, None where it is all weights that train. starts: whether there
+    are weights to train them beside, of init_from or of a checkpoint."""
+    from model.lora import Adapters, require_peft
+
+    asked = cfg.get("finetune") or {}
+    if asked.get("rank") is None:
+        return None
+    adapters = Adapters(asked.rank, asked.alpha, list(asked.targets))
+    require_peft(asked.dropout)
+    if "FSDP2" in str(cfg.trainer.get("strategy")):
+        raise UserError(
+            "finetune=lora does not go with trainer=fsdp2 or context_parallel: use ddp, or finetune=full."
+        )
+    if not starts:
+        raise UserError("finetune=lora trains beside weights that are there: give init_from=...")
+    return adapters
+
+
 def finetuned(
     cfg: DictConfig,
     net: GPT,
@@ -177,35 +202,27 @@ def finetuned(
     initial: Initial | None,
     ckpt: Path | None,
     tokenizer: Tokenizer | None,
+    adapters: Adapters | None,
 ) -> dict[str, Any]:
     """Give `net` the weights of `initial`, whose tokens `tokenizer`, that of the data, has to have; what
-    checkpoints are to say of what trains of it: nothing where it is all of it, else the adapters that
-    `finetune` asks for, which are in `net` from now on. The weights beside them are those of `initial`, or of
-    the run that resumes from `ckpt`, and are in its folder."""
-    from model.lora import Adapters, add_adapters
+    checkpoints are to say of what trains of it: nothing where it is all of it, else `adapters`, which are in
+    `net` from now on. The weights beside them are those of `initial`, or of the run that resumes from `ckpt`,
+    and are in its folder."""
+    from model.lora import add_adapters
     from model.pretrained.base_weights import load_base, write_base
     from model.training.checkpoint import read_header
     from model.training.runtime import say
 
     if initial is not None:
         initial.load_into(net, cfg.data, tokenizer)
-    asked = cfg.get("finetune") or {}
-    if asked.get("rank") is None:
+    if adapters is None:
         return {}
-    adapters = Adapters(asked.rank, asked.alpha, list(asked.targets))
-    if "FSDP2" in str(cfg.trainer.get("strategy")):
-        raise UserError(
-            "finetune=lora does not go with trainer=fsdp2 or context_parallel: use ddp, or finetune=full."
-        )
     if ckpt is not None:
         adapters = replace(adapters, base=read_header(ckpt)[0]["adapters"]["base"])
         load_base(net, ckpt, adapters, run)
-    elif initial is not None:
-        if is_first():  # among these is the one that writes checkpoints, which say it
-            adapters = replace(adapters, base=write_base(net, run))
-    else:
-        raise UserError("finetune=lora trains beside weights that are there: give init_from=...")
-    add_adapters(net, adapters, asked.dropout)
+    elif is_first():  # among these is the one that writes checkpoints, which say it
+        adapters = replace(adapters, base=write_base(net, run))
+    add_adapters(net, adapters, cfg.finetune.dropout)
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    say(f"finetune   LoRA of rank {asked.rank}: {trained / 1e6:.2f}M parameters train")
+    say(f"finetune   LoRA of rank {adapters.rank}: {trained / 1e6:.2f}M parameters train")
     return {"adapters": adapters.to_dict()}

@@ -204,16 +204,18 @@ def require_causal(model: Any, given: str) -> None:
         )
 
 
-def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tuple[Any, Any, DictConfig]:
+def load_run(
+    ckpt: str, overrides: list[str], runs_dir: str | None = None, key: str = "ckpt"
+) -> tuple[Any, Any, DictConfig]:
     """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
-    alone, as no other would change what has been trained."""
+    alone, as no other would change what has been trained. key: what the command calls the run."""
     from data.tokenizers import tokenizer_from_dict
     from model.gpt import GPT, GPTConfig
     from model.pretrained.base_weights import plain_weights
     from model.training.checkpoint import CheckpointError, read_checkpoint, resolve
     from model.training.runs import runs_folder
 
-    path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])))
+    path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])), key=key)
     checkpoint = read_checkpoint(path, verified=True)
     saved = checkpoint["tilegpt"]
     if saved["tokenizer"] is None:

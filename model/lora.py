@@ -75,13 +75,20 @@ def adapter_count(net: torch.nn.Module) -> int | None:
     return sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
 
 
-def add_adapters(net: GPT, adapters: Adapters, dropout: float) -> None:
-    """Put A and B beside the targets of `net`; nothing else of it trains from now on."""
+def require_peft(dropout: float) -> None:
+    """UserError where it is not installed, or takes no such dropout."""
     number("finetune.dropout", dropout, least=0, below=1)
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        import peft  # noqa: F401
     except ImportError:
         raise UserError("finetune=lora needs peft: pip install -e '.[hf]'.") from None
+
+
+def add_adapters(net: GPT, adapters: Adapters, dropout: float) -> None:
+    """Put A and B beside the targets of `net`; nothing else of it trains from now on."""
+    require_peft(dropout)
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=adapters.rank,
         lora_alpha=adapters.alpha,

@@ -217,7 +217,7 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
     require_checkable(model, f"ckpt={options['ckpt']}", asked)
     if options["speculate"] == "ngram":
         return None
-    draft, its_tokenizer, _ = load_run(options["speculate"], [], options["runs_dir"])
+    draft, its_tokenizer, _ = load_run(options["speculate"], [], options["runs_dir"], "speculate")
     require_checkable(draft, asked, asked)
     if its_tokenizer.to_dict() != tokenizer.to_dict():
         raise UserError(

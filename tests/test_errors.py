@@ -226,6 +226,27 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "null in a sweep": (("callbacks=null,default", "-m"), ("no group can be null", "~callbacks")),
     "no attention": (("~attention",), ("a run needs attention=",)),
     "key mistyped": (("model.n_hed=3",), ("no key model.n_hed; did you mean n_head?", "n_layer")),
+    "key of a group": (("batch_size=4",), ("no key batch_size; did you mean data.batch_size?",)),
+    "key of two groups": (
+        ("finetune=lora", "dropout=0.1"),
+        ("no key dropout; did you mean finetune.dropout or model.dropout?",),
+    ),
+    "argument of Lightning": (
+        ("trainer.accumulate_grad_batches=4",),
+        ("no key trainer.accumulate_grad_batches: that is decided by tokens_per_step.",),
+    ),
+    "profile without a report": (
+        ("+trainer.profiler=simple",),
+        ("trainer.profiler=simple: nothing would be shown; use callbacks.profile=true.",),
+    ),
+    "a class that is not there": (
+        ("attention._target_=attention.naive.Naiv",),
+        ("Error locating target 'attention.naive.Naiv': ", "No module named 'attention.naive.Naiv'"),
+    ),
+    "a module that is not there": (
+        ("attention._target_=attention.minee.Mine",),
+        ("Error locating target 'attention.minee.Mine': ModuleNotFoundError: No module named",),
+    ),
     "name with a slash": (("name=a/b",), ("name=a/b", "without slashes")),
     "name of the newest run": (("name=last",), ("name=last", "the newest run")),
     "name of the folder above": (("name=..",), ("name=..",)),

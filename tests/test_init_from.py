@@ -158,6 +158,10 @@ REFUSED = {
         "data.mask_fraction=0.2 adds a mask token, which it was not trained with; leave that out",
     ),
     "no mask for one that has it": (["init_from=masked"], "one is the mask of data.mask_fraction=0.3"),
+    "a file of it": (
+        ["init_from=pretrained/model.safetensors"],
+        "one file of a model: give its folder, init_from=pretrained, which",
+    ),
     "nothing there": (["init_from=../nowhere/at/all"], "there is no such folder or run"),
     "a pickle": (["init_from=pickle"], "a pickle, and reading that could run code"),
     "a truncated shard": (["init_from=short"], "is truncated or damaged"),

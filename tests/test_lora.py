@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from attention.naive import NaiveAttention
-from conf.initial import finetuned
+from conf.initial import adapters_of, finetuned
 from conf.resume import load_run
 from model.gpt import GPT, GPTConfig
 from model.lora import Adapters, add_adapters
@@ -139,7 +139,7 @@ def test_one_process_of_a_machine_writes_the_base(
     net = GPT(GPTConfig(vocab_size=9, seq_len=4, n_layer=1, n_head=1, n_embd=8), NaiveAttention())
     asked = {"rank": 2, "alpha": 2.0, "targets": ["attn.c_proj"], "dropout": 0.0}
     cfg = OmegaConf.create({"finetune": asked, "trainer": {}, "data": {}})
-    said = finetuned(cfg, net, tmp_path, Mock(), None, None)["adapters"]
+    said = finetuned(cfg, net, tmp_path, Mock(), None, None, adapters_of(cfg, starts=True))["adapters"]
     assert bool(said["base"]) is writes and (tmp_path / "base.safetensors").exists() is writes
 
 
@@ -181,8 +181,10 @@ def test_an_export_is_merged(folder: Path, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_mistakes_are_said(overrides: tuple[str, ...], words: str, folder: Path) -> None:
-    result = start(folder, "name=bad", *overrides)
+    result = start(folder, "name=bad", *overrides, "data.data_dir=unprepared")
     assert result.code == 1 and words in result.err and not (folder / "runs/bad").exists()
+    # a corpus may take hours to download and prepare: what needs none of it is refused before
+    assert not (folder / "unprepared").exists()
 
 
 @pytest.mark.parametrize("change", ["finetune.rank=8", "finetune.targets=[mlp.c_fc]", "finetune=full"])

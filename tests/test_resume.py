@@ -222,6 +222,7 @@ def test_nothing_differs(tmp_path: Path) -> None:
         ("attention=flash99", "no attention=flash99; did you mean flash4?"),
         ("callbacks.checkpoint.every=3", "no key callbacks.checkpoint; did you mean checkpoints?"),
         ("modl.window=3", "no key modl; did you mean model?"),
+        ("max_steps=9", "no key max_steps; did you mean trainer.max_steps?"),
         ("seq_len.of=3", "no key seq_len.of. seq_len has none."),
         ("trainer.max_steps=many", "trainer.max_steps=many"),
         ("seed", "seed"),

@@ -177,11 +177,14 @@ def prune(written: Path, keep: int, spare: Path | None = None) -> None:
             path.unlink()
 
 
-def resolve(ckpt: str, runs: Path = RUNS, found: Callable[[Path], None] = lambda run: None) -> Path:
+def resolve(
+    ckpt: str, runs: Path = RUNS, found: Callable[[Path], None] = lambda run: None, key: str = "ckpt"
+) -> Path:
     """The file meant by `ckpt`, verified: a path; a run's name (its newest whole checkpoint); `<run>/best`;
     `last` (the newest whole checkpoint of the newest run that has one).
 
-    found: called with the run that a name means before one of its files is chosen"""
+    found: called with the run that a name means before one of its files is chosen
+    key: what the command calls `ckpt`"""
     if Path(ckpt).is_file():
         verify(Path(ckpt))
         return Path(ckpt)
@@ -196,14 +199,19 @@ def resolve(ckpt: str, runs: Path = RUNS, found: Callable[[Path], None] = lambda
                 found(folder)
                 return _newest_whole(folder)
         raise CheckpointError(
-            f"ckpt=last: no run under {runs}/ has a checkpoint yet. Train first: python train.py"
+            f"{key}=last: no run under {runs}/ has a checkpoint yet. Train first: python train.py"
         )
     name, _, which = ckpt.removeprefix(f"{runs}/").rstrip("/").partition("/")
     folder = runs / name
     if which not in ("", "best") or folder not in names:
+        if Path(ckpt, "config.json").is_file():
+            raise CheckpointError(
+                f"{key}={ckpt} is a folder of pretrained weights, not a run. A run starts from it: "
+                f"python train.py init_from={ckpt} data=..."
+            )
         have = ", ".join(f.name for f in names[:5]) or "none"
         raise CheckpointError(
-            f"ckpt={ckpt} is neither a file nor a run under {runs}/ with checkpoints. "
+            f"{key}={ckpt} is neither a file nor a run under {runs}/ with checkpoints. "
             f"Runs, newest first: {have}."
         )
     found(folder)

@@ -135,6 +135,11 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
             raise UserError(f"trainer.{key}: that is decided by {ELSEWHERE[key]}.")
         if key in fixed or key == "plugins":
             raise UserError(f"trainer.{key}: this training loop needs its own; leave it out.")
+    profiler = trainer.get("profiler")
+    if isinstance(profiler, str):  # its report goes to Lightning's log, which is off
+        raise UserError(
+            f"trainer.profiler={shown(profiler)}: nothing would be shown; use callbacks.profile=true."
+        )
     strategy = trainer.get("strategy", "auto")
     # of Lightning's others, fsdp would clip by a norm of each rank's own shards, and ddp_spawn pickle the run
     if strategy is None or (isinstance(strategy, str) and strategy not in STRATEGIES):

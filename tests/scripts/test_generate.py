@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -165,6 +166,29 @@ def test_wrong_values_are_named(key, text, words):
     assert f"{key}={text}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prompt=a", "prompt_file=b"], "prompt=a and prompt_file=b: the prompts are one or the other"),
+        (["draft_tokens=2"], "draft_tokens=2 is for speculate="),
+        (["slots=2", "block=8"], "block=8, slots=2: only a paged cache reads that. Give cache=paged"),
+        (["prompt_file=b", "cache=dense", "pool_tokens=9"], "pool_tokens=9: only a paged cache reads that"),
+        (["prompt_file=b", "kv_cache=false", "chunk=9"], "chunk=9: only a paged cache reads that"),
+        (["prompt_file=b", "speculate=ngram", "prefix_caching=false"], "or leave prefix_caching out"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse(arguments)
+
+
+def test_keys_that_are_read_are_taken():
+    for arguments in (["cache=paged", "slots=2"], ["prompt_file=b", "slots=2"], ["cache=paged", "prompt=a"]):
+        assert parse(arguments)[1] == []
+    assert parse(["speculate=ngram", "draft_tokens=2"])[0]["draft_tokens"] == 2
+    assert parse(["prompt=a", "prompt_file=null"])[0]["prompt"] == "a"
+
+
 def test_numbers_are_read_as_python_reads_them():
     assert convert("temperature", "1e-1") == 0.1 and convert("top_p", "null") is None
     assert convert("max_new_tokens", "010") == 10 and convert("seed", str(2**64 - 1)) == 2**64 - 1
@@ -235,6 +259,10 @@ def trained(tmp_path_factory):
         (["ckpt=nan.ckpt"], "ckpt=nan.ckpt: 1 of "),
         (["ckpt=big.ckpt", "precision=fp16"], "precision=fp16: 1 of "),
         (["speculate=nan.ckpt", "prompt=a", "max_new_tokens=2"], "speculate=nan.ckpt: 1 of "),
+        (
+            ["speculate=nobody", "prompt=a", "max_new_tokens=2"],
+            "speculate=nobody is neither a file nor a run",
+        ),
         (["prompt=\udcff"], "prompt='\\udcff' is not UTF-8 text."),
     ],
 )

@@ -172,6 +172,10 @@ def test_names_that_can_be_given(good: Path, monkeypatch: pytest.MonkeyPatch) ->
             resolve(name, found=lambda run: pytest.fail(f"{run} is locked"))
     with pytest.raises(CheckpointError, match=r"There is no checkpoint runs/b/checkpoints/best.ckpt"):
         resolve("b/best")
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"ckpt=llama is a folder of pretrained .* init_from=llama"):
+        resolve("llama")
 
 
 def test_last_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
