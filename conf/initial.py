@@ -107,7 +107,7 @@ def read_initial(cfg: DictConfig, runs: Path, overrides: list[str]) -> Initial |
             f"init_from={cfg.init_from} brings its architecture: leave {', '.join(wrong)} out. What may be "
             f"set: {', '.join(sorted(OWN))}."
         )
-    initial = _of_run(str(cfg.init_from), runs) or _pretrained(str(cfg.init_from))
+    initial = _of_run(str(cfg.init_from), runs) or pretrained(str(cfg.init_from))
     trains = sorted(key for key in named if key.startswith("data.tokenizer.") and key not in NAMING)
     if trains and initial.tokenizer is not None:
         raise UserError(
@@ -150,15 +150,17 @@ def _of_run(given: str, runs: Path) -> Initial | None:
     return Initial(given, fields, saved["tokenizer"], copy, masked)
 
 
-def _pretrained(given: str) -> Initial:
+def pretrained(given: str, key: str = "init_from") -> Initial:
+    """What a folder or an id of the Hub names; key: what the command calls it. UserError for what cannot be
+    loaded."""
     from data.tokenizer_file import read_folder
     from model.pretrained.folder import read_pretrained
 
-    found = read_pretrained(given)
+    found = read_pretrained(given, key)
     try:
         tokenizer = read_folder(found.folder, found.fields["vocab_size"])
     except UserError as error:
-        raise UserError(f"init_from={given} is refused: {error}.") from None
+        raise UserError(f"{key}={given} is refused: {error}.") from None
     return Initial(given, found.fields, tokenizer, found.load_into)
 
 

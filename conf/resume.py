@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from conf import renames
-from conf.compose import CONF, as_text, build_attention, composed, no_key, shown
-from conf.saved import HYDRAS, Choices, SavedRun, admit, as_overrides, parse, plain, spelled_out
+from conf.compose import CONF, as_text, composed, no_key, shown
+from conf.saved import HYDRAS, Choices, SavedRun, as_overrides, parse, plain, spelled_out
 from conf.values import UserError
 from model.config import GPTConfig
 
@@ -193,48 +193,3 @@ def own_value(key: str, overrides: list[str]) -> Any:
     if given:
         return OverridesParser.create().parse_override(given[-1]).value()
     return OmegaConf.load(CONF / "config.yaml")[key]
-
-
-def require_causal(model: Any, given: str) -> None:
-    """UserError where a model sees the tokens whose probability is asked for."""
-    if not model.config.causal:
-        raise UserError(
-            f"{given} was trained with model.causal=false: each token sees the next one, so it gives a text "
-            "no probability and cannot continue it. Give a run with model.causal=true."
-        )
-
-
-def load_run(
-    ckpt: str, overrides: list[str], runs_dir: str | None = None, key: str = "ckpt"
-) -> tuple[Any, Any, DictConfig]:
-    """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
-    alone, as no other would change what has been trained. key: what the command calls the run."""
-    from data.tokenizers import tokenizer_from_dict
-    from model.gpt import GPT, GPTConfig
-    from model.pretrained.base_weights import plain_weights
-    from model.training.checkpoint import CheckpointError, read_checkpoint, resolve
-    from model.training.runs import runs_folder
-
-    path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])), key=key)
-    checkpoint = read_checkpoint(path, verified=True)
-    saved = checkpoint["tilegpt"]
-    if saved["tokenizer"] is None:
-        raise UserError(
-            f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
-        )
-    if (saved["config"].get("data") or {}).get("mask_fraction") is not None:
-        raise UserError(
-            f"{path} was trained to fill gaps (data.mask_fraction): it neither continues a text nor gives it "
-            "a probability."
-        )
-    cfg, _ = recompose(admit(saved, overrides, lenient=True), overrides)
-    tokenizer, fields = tokenizer_from_dict(saved["tokenizer"]), saved["model"]
-    if tokenizer.vocab_size != fields["vocab_size"]:
-        raise CheckpointError(
-            f"{path} is refused: its tokenizer has {tokenizer.vocab_size} tokens, and its model "
-            f"{fields['vocab_size']}."
-        )
-    weights = plain_weights(checkpoint, path)  # before the model: what it would take is known to be there
-    model = GPT(GPTConfig(**fields), build_attention(cfg))
-    model.load_state_dict(weights)
-    return model, tokenizer, cfg

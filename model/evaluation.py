@@ -56,20 +56,27 @@ def windows(tokens: int, context: int, stride: int) -> Iterator[Window]:
 
 @torch.inference_mode()
 def score(
-    net: GPT, ids: Sequence[int], stride: int | None = None, batch: int = 8, cache_dtype: str = "auto"
+    net: GPT,
+    ids: Sequence[int],
+    stride: int | None = None,
+    batch: int = 8,
+    cache_dtype: str = "auto",
+    context: int | None = None,
 ) -> Score:
     """Of all tokens of `ids` but the first, which nothing foresees. stride: see `windows`; None: half the
     context. cache_dtype: of the keys and values that tokens see, as if each were decoded over a KV cache of
-    that dtype. UserError for a stride beyond the context, for a text of less than two tokens, and for a model
-    that sees what follows."""
-    context = net.config.seq_len
+    that dtype. context: of a window; None: the trained one. UserError for a stride beyond the context, and a
+    context beyond the trained one, for a text of less than two tokens, and for a model that sees what
+    follows."""
+    context = net.config.seq_len if context is None else context
+    whole("context", context, 1, net.config.seq_len)
     stride = max(1, context // 2) if stride is None else stride
     whole("stride", stride, 1, context)
     whole("batch", batch, 1)
     if len(ids) < 2:
         raise UserError(f"the text has {len(ids)} tokens, and needs 2 or more")
     device, text, nats = net.device, torch.tensor(ids), 0.0
-    cache = None if cache_dtype == "auto" else made_cache(net, batch, cache_dtype)
+    cache = None if cache_dtype == "auto" else made_cache(net, batch, cache_dtype, context)
     alike = itertools.groupby(windows(len(ids) - 1, context, stride), key=lambda w: w.stop - w.start)
     with foreseeing(net):
         for _, group in alike:
@@ -99,12 +106,12 @@ def foreseeing(net: GPT) -> Iterator[None]:
         net.train()
 
 
-def made_cache(net: GPT, batch: int, cache_dtype: str) -> PagedCache:
-    """Blocks for `batch` rows of the whole context. Raises UnsupportedAttention where the model's attention
+def made_cache(net: GPT, batch: int, cache_dtype: str, context: int) -> PagedCache:
+    """Blocks for `batch` rows of `context` tokens. Raises UnsupportedAttention where the model's attention
     cannot read them."""
     attention, device, tokens = net.transformer.h[0].attn.attention, net.device, 16
-    width = -(-net.config.seq_len // tokens)
-    how = {"batch": batch, "tokens": net.config.seq_len, "device": device, "dtype": compute_dtype(net)}
+    width = -(-context // tokens)
+    how = {"batch": batch, "tokens": context, "device": device, "dtype": compute_dtype(net)}
     require(attention, [attention_call(net.config, "decode", **how, cache=paged_kinds(net, cache_dtype))])
     cache = paged_cache(net, batch, BlockPool(batch * width, tokens), attention, cache_dtype)
     cache.table.copy_(1 + torch.arange(batch * width).view(batch, width))

@@ -12,7 +12,7 @@ pattern of wrong entries. Each call runs twice, to show whether its results are 
 Keys and their defaults: attention=auto, against=naive; device=auto, dtype=auto (bf16 on a GPU that supports
 it, else fp32), seed=0; for random tensors batch=2, heads=4, kv_heads=heads, seq_len=512, head_dim=64,
 causal=true, window (keys to the left), softcap, alibi=false, document_ids (documents per row).
-With ckpt= (last, a run, a file), the shapes are those of the model, and text= is cut to its context.
+With ckpt= (as for scripts/generate.py), the shapes are those of the model, and text= is cut to its context.
 Exit code 0: rounding error only; 1: a bug; 2: the comparison was not possible, for the reason printed.
 """
 

@@ -1,11 +1,12 @@
-"""Measure the perplexity of a trained run on a text:
+"""Measure the perplexity of a trained model on a text:
 
     python scripts/evaluate.py ckpt=last text=book.txt stride=128
+    python scripts/evaluate.py ckpt=Qwen/Qwen3-0.6B text=book.txt context=2048
 
-A window of the trained context length moves over the text by stride= tokens at a time (default: half the
-context length). Each token is counted once, in the window where it has the most preceding context, so a
-smaller stride is slower and gives a lower perplexity. ckpt= as for train.py; batch=: windows per batch;
-device=, precision= and runs_dir= as for scripts/generate.py; attention=... uses another implementation.
+A window of context= tokens (default: the trained context length) moves over the text by stride= tokens at a
+time (default: half the context length). Each token is counted once, in the window where it has the most
+preceding context, so a smaller stride is slower and gives a lower perplexity. batch=: windows per batch;
+ckpt=, device=, precision= and runs_dir= as for scripts/generate.py; attention=... uses another one.
 cache_dtype=fp8, int8 or int4 measures decoding with a KV cache of that dtype, weight_dtype=int8 with weights
 of 8 bits. Evaluate on text that was not used for training.
 """
@@ -23,8 +24,8 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
 from conf.values import UserError
 
 KEYS = {
-    "ckpt": "last", "text": "", "stride": None, "batch": "8", "device": "auto", "precision": "auto",
-    "runs_dir": None, "cache_dtype": "auto", "weight_dtype": "auto",
+    "ckpt": "last", "text": "", "context": None, "stride": None, "batch": "8", "device": "auto",
+    "precision": "auto", "runs_dir": None, "cache_dtype": "auto", "weight_dtype": "auto",
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     from conf.command import key_values
-    from conf.resume import load_run, require_causal
+    from conf.trained import load_model, require_causal
     from model.evaluation import score
     from model.generation.weights import quantise_weights
     from model.training.out_of_memory import out_of_memory_told
@@ -48,15 +49,15 @@ def evaluate(arguments: Sequence[str]) -> None:
     overrides = [argument for argument in arguments if argument.split("=")[0].split(".")[0] == "attention"]
     options = key_values([argument for argument in arguments if argument not in overrides], KEYS)
     text = read_text(str(options["text"]))
-    stride, batch = (whole_number(key, options[key]) for key in ("stride", "batch"))
+    context, stride, batch = (whole_number(key, options[key]) for key in ("context", "stride", "batch"))
     device, dtype = placement(str(options["device"]), str(options["precision"]))
-    net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
+    net, tokenizer, _ = load_model(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
     ids = tokenizer.encode(text)
     with out_of_memory_told("give a smaller batch=, or another attention="):
         net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
         quantise_weights(net, str(options["weight_dtype"]))
-        found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
+        found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]), context)
     first = tokenizer.decode(ids[:1])
     if not text.startswith(first):  # a token that ends amid a character, of which it may have a byte
         first = first.replace("\ufffd", "?")

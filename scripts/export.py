@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def export_run(arguments: Sequence[str]) -> None:
     from conf.command import key_values
-    from conf.resume import load_run
+    from conf.trained import load_model
     from data.tokenizer_export import special_ids, tokenizer_files
     from data.tokenizer_file import JSONTokenizer
     from model.pretrained.architectures import architecture_of
@@ -43,7 +43,7 @@ def export_run(arguments: Sequence[str]) -> None:
 
     options = key_values(arguments, KEYS)
     path = resolve(str(options["ckpt"]), runs_folder(options["runs_dir"] or "runs"))
-    net, tokenizer, _ = load_run(str(path), ["attention=naive"])
+    net, tokenizer, _ = load_model(str(path), ["attention=naive"])
     architecture_of(net.config)  # before the tokenizer, which may take long
     bos, eos = special_ids(tokenizer)
     files = tokenizer_files(tokenizer, net.config.positions)

@@ -1,8 +1,9 @@
-"""Generate text from a trained run, and stream it:
+"""Generate text from a trained model, and stream it:
 
     python scripts/generate.py ckpt=last prompt="def main" max_new_tokens=200 temperature=0.8 top_k=50 seed=1
+    python scripts/generate.py ckpt=Qwen/Qwen3-0.6B prompt="Attention is"
 
-The keys below are those of conf/generate.yaml. Of the run's config, only attention can be changed:
+The keys below are those of conf/generate.yaml. Of a run's config, only attention can be changed:
 attention=tiled uses another implementation, attention.decode=naive only for decoding. The text goes to
 stdout, everything else to stderr.
 """
@@ -205,7 +206,7 @@ def generated(
 def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | None:
     """The model that `speculate` names, None for n-grams. Raises UserError, for other options too that drafts
     cannot be checked with."""
-    from conf.resume import load_run
+    from conf.trained import load_model
 
     asked = f"speculate={options['speculate']}"
     able = {"cache": ("auto", "dense"), "kv_cache": (True,), "compile": (False,), "fused": (None, False)}
@@ -217,7 +218,7 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
     require_checkable(model, f"ckpt={options['ckpt']}", asked)
     if options["speculate"] == "ngram":
         return None
-    draft, its_tokenizer, _ = load_run(options["speculate"], [], options["runs_dir"], "speculate")
+    draft, its_tokenizer, _ = load_model(options["speculate"], [], options["runs_dir"], "speculate")
     require_checkable(draft, asked, asked)
     if its_tokenizer.to_dict() != tokenizer.to_dict():
         raise UserError(
@@ -281,13 +282,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write(arguments: Sequence[str]) -> None:
-    from conf.resume import load_run
+    from conf.trained import load_model
     from model.generation.weights import quantise_weights
     from model.training.out_of_memory import out_of_memory_told
 
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])
-    model, tokenizer, cfg = load_run(options["ckpt"], overrides, options["runs_dir"])
+    model, tokenizer, cfg = load_model(options["ckpt"], overrides, options["runs_dir"])
     remedy = "ask for fewer num_samples= or max_new_tokens=, or keep less by cache_dtype=int8"
     with out_of_memory_told(remedy):
         model = finite(model, f"ckpt={options['ckpt']}", options["precision"], device, dtype)

@@ -1,9 +1,9 @@
-"""Run tasks of the lm-evaluation-harness on a trained run (pip install -e '.[eval]'):
+"""Run tasks of the lm-evaluation-harness on a trained model (pip install -e '.[eval]'):
 
     python scripts/harness.py ckpt=last tasks=lambada_openai,hellaswag limit=200
 
-ckpt= as for train.py; limit=: number of questions per task (default: all); device=, precision= and runs_dir=
-as for scripts/generate.py; attention=... uses another implementation. The harness downloads the tasks.
+limit=: number of questions per task (default: all); ckpt=, device=, precision= and runs_dir= as for
+scripts/generate.py; attention=... uses another implementation. The harness downloads the tasks.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(arguments: Sequence[str]) -> None:
     from conf.command import key_values
-    from conf.resume import load_run, require_causal
+    from conf.trained import load_model, require_causal
     from scripts.evaluate import whole_number
     from scripts.generate import finite, placement
 
@@ -121,7 +121,7 @@ def run(arguments: Sequence[str]) -> None:
     options = key_values([argument for argument in arguments if argument not in overrides], KEYS)
     limit = whole_number("limit", options["limit"])
     device, dtype = placement(str(options["device"]), str(options["precision"]))
-    net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
+    net, tokenizer, _ = load_model(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
     net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype)
     model = harness_model(Answers(net, tokenizer))

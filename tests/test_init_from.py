@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conf.initial import Initial
-from conf.resume import load_run
+from conf.trained import load_model
 from data.storage import Unfinished
 from data.tokenizer_export import tokenizer_files
 from data.tokenizers import ByteTokenizer, CharTokenizer
@@ -49,7 +49,7 @@ def test_it_starts_from_these_weights(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert start(folder, "init_from=pretrained", "name=still", "optim.lr=0", "trainer.max_steps=1").code == 0
-    net, tokenizer, _ = load_run(str(folder / "runs/still/checkpoints/step-00000001.ckpt"), [])
+    net, tokenizer, _ = load_model(str(folder / "runs/still/checkpoints/step-00000001.ckpt"), [])
     theirs = AutoModelForCausalLM.from_pretrained(folder / "pretrained").eval()
     text = "attention is all you need"
     ids = tokenizer.encode(text)
@@ -119,7 +119,7 @@ def test_another_tokenizer_has_to_have_the_same_tokens(folder: Path, monkeypatch
 def test_positions_beyond_seq_len_are_kept(folder: Path) -> None:
     result = start(folder, "init_from=gpt2", "name=g", "trainer.max_steps=1")
     assert result.code == 0, result.err
-    net = load_run(str(folder / "runs/g/checkpoints/step-00000001.ckpt"), [])[0]
+    net = load_model(str(folder / "runs/g/checkpoints/step-00000001.ckpt"), [])[0]
     assert net.transformer.wpe.weight.shape == (96, 64) and net.config.seq_len == 16
 
 
@@ -139,7 +139,7 @@ def test_beyond_the_trained_context_only_when_asked(folder: Path) -> None:
         "trainer.max_steps=1",
     )
     assert start(folder, "init_from=pretrained", "name=long", *longer).code == 0
-    net = load_run(str(folder / "runs/long/checkpoints/step-00000001.ckpt"), [])[0]
+    net = load_model(str(folder / "runs/long/checkpoints/step-00000001.ckpt"), [])[0]
     assert net.rope.shape[1] == 128 and net.config.rope_scaling == ["linear", 2]
     result = start(folder, "init_from=gpt2", "name=long2", *longer)
     assert result.code == 1 and "seq_len=128 is beyond the 96 positions" in result.err

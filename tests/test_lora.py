@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from attention.naive import NaiveAttention
 from conf.initial import adapters_of, finetuned
-from conf.resume import load_run
+from conf.trained import load_model
 from model.gpt import GPT, GPTConfig
 from model.lora import Adapters, add_adapters
 from model.pretrained.base_weights import write_base
@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_the_adapters_alone(folder: Path) -> None:
     assert len(names) == 3 * 4 * 2 and all(".lora_A." in name or ".lora_B." in name for name in names)
     trained = sum(tensor.numel() for tensor in names.values())
     assert sum(x.numel() for x in content["optimizer_states"][0]["state"][0].values()) < trained
-    whole = sum(tensor.numel() for tensor in load_run(str(ckpt(folder)), [])[0].state_dict().values())
+    whole = sum(tensor.numel() for tensor in load_model(str(ckpt(folder)), [])[0].state_dict().values())
     assert ckpt(folder).stat().st_size < whole * 4 < (folder / "runs/a/base.safetensors").stat().st_size * 1.5
     assert set(content["tilegpt"]["adapters"]) == {"rank", "alpha", "targets", "base"}
 
@@ -79,7 +79,7 @@ def with_adapters(folder: Path) -> GPT:
 @torch.no_grad()
 def test_merged_equals_unmerged_within_rounding(folder: Path) -> None:
     ids = torch.randint(280, (4, 16), generator=torch.Generator().manual_seed(1))
-    merged, unmerged = load_run(str(ckpt(folder)), [])[0].eval()(ids), with_adapters(folder)(ids)
+    merged, unmerged = load_model(str(ckpt(folder)), [])[0].eval()(ids), with_adapters(folder)(ids)
     assert torch.allclose(merged, unmerged, atol=1e-5 * float(unmerged.abs().max()))
     untouched = with_adapters(folder)
     for name, weight in untouched.named_parameters():
@@ -95,7 +95,7 @@ def test_the_loss_falls_and_the_base_stays(folder: Path) -> None:
     losses = [float(row["val/loss"]) for row in rows(folder / "runs/a").values() if row.get("val/loss")]
     assert losses[-1] < losses[0]
     base = load_file(folder / "runs/a/base.safetensors")
-    before = load_run(str(ckpt(folder, "before", 1)), [])[0].state_dict()
+    before = load_model(str(ckpt(folder, "before", 1)), [])[0].state_dict()
     assert all(torch.equal(base[name], before[name]) for name in base)
 
 
@@ -115,7 +115,7 @@ def test_under_another_name_it_has_its_base_too(folder: Path) -> None:
     first = str(ckpt(folder, step=3))
     result = train_here(folder, f"ckpt={first}", "name=fork", "trainer.max_steps=5", tiny=False)
     assert result.code == 0, result.err
-    assert load_run(str(ckpt(folder, "fork", 5)), [])[0].config.n_layer == 3
+    assert load_model(str(ckpt(folder, "fork", 5)), [])[0].config.n_layer == 3
 
 
 def test_a_base_that_an_attempt_without_a_checkpoint_left_is_replaced(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_adapters_of_a_finetuned_run_start_from_the_merged_weights(folder: Path)
     result = start(folder, "init_from=a", "name=again", "trainer.max_steps=1", "optim.lr=0")
     assert result.code == 0, result.err
     merged, again = (
-        load_run(str(path), [])[0].state_dict() for path in (ckpt(folder), ckpt(folder, "again", 1))
+        load_model(str(path), [])[0].state_dict() for path in (ckpt(folder), ckpt(folder, "again", 1))
     )
     assert all(torch.equal(merged[name], again[name]) for name in merged)
 
@@ -162,7 +162,7 @@ def test_an_export_is_merged(folder: Path, capsys: pytest.CaptureFixture[str]) -
     ids = torch.randint(280, (2, 16))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(folder / "out").eval()(ids).logits
-        ours = load_run(str(ckpt(folder)), [])[0].eval()(ids)[..., :300]
+        ours = load_model(str(ckpt(folder)), [])[0].eval()(ids)[..., :300]
     assert torch.allclose(theirs, ours, atol=1e-4)
 
 
@@ -198,10 +198,10 @@ def test_the_base_has_to_be_the_run_s_own(folder: Path, tmp_path: Path) -> None:
     base = tmp_path / "runs/a/base.safetensors"
     base.write_bytes(base.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(ValueError, match=r"base.safetensors is damaged, or of another run"):
-        load_run(str(ckpt(tmp_path)), [])
+        load_model(str(ckpt(tmp_path)), [])
     base.unlink()
     with pytest.raises(ValueError, match=r"base.safetensors is not there: .* holds adapters alone"):
-        load_run(str(ckpt(tmp_path)), [])
+        load_model(str(ckpt(tmp_path)), [])
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_base_of_somebody_else_is_held_to_the_model(
     content["tilegpt"]["adapters"]["base"] = digest
     write_checkpoint(content, ckpt(tmp_path))
     with pytest.raises(ValueError, match=rf"base.safetensors is refused: .*{words}"):
-        load_run(str(ckpt(tmp_path)), [])
+        load_model(str(ckpt(tmp_path)), [])
 
 
 FIELDS: dict[str, Any] = {"rank": 4, "alpha": 16.0, "targets": ["mlp.c_fc"], "base": ""}

@@ -137,7 +137,9 @@ def test_train(
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "scripts/" in c])
-def test_scripts(folder: Path, command: str) -> None:
+def test_scripts(
+    folder: Path, command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     *settings, _, script = shlex.split(command.partition(".py")[0] + ".py")
     name, arguments = Path(script).stem, shlex.split(command.partition(".py")[2])
     if settings:  # of the environment: for a process of its own
@@ -170,6 +172,11 @@ def test_scripts(folder: Path, command: str) -> None:
         "harness": "ckpt=first",
     }[name].split()
     small += ["speculate=first"] * ("speculate=small" in arguments)
+    if "ckpt=Qwen/" in command or "ckpt=models/" in command:
+        there = str(request.getfixturevalue("pretrained"))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: there)
+        small = {"compare": ["attention=tiled"], "evaluate": ["context=64"]}.get(name, small)
+        small = [word for word in small if word != "ckpt=first"]
     result = run_script(folder, name, [*arguments, *small])
     if name == "harness":  # its tasks are on the Hub
         assert importlib.util.find_spec("lm_eval") or "pip install -e '.[eval]'" in result.err

@@ -230,7 +230,7 @@ def test_twenty_trials_of_two_processes(trial: int, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_runs_lie_where_runs_dir_says(tmp_path: Path) -> None:
-    from conf.resume import load_run
+    from conf.trained import load_model
 
     there = "runs_dir=another place"
     result = train_here(tmp_path, "name=a", "trainer.max_steps=4", there)
@@ -250,7 +250,7 @@ def test_runs_lie_where_runs_dir_says(tmp_path: Path) -> None:
     cwd = os.getcwd()
     os.chdir(tmp_path)
     try:
-        assert load_run("a", [], "another place")[0].config.n_embd == 32
+        assert load_model("a", [], "another place")[0].config.n_embd == 32
     finally:
         os.chdir(cwd)
     assert train_here(tmp_path, "seed=1,2", "name=s", "trainer.max_steps=1", there, "-m").code == 0

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from conf import saved
-from conf.resume import load_run, recompose, refuse_changes
+from conf.resume import recompose, refuse_changes
 from conf.saved import admit
+from conf.trained import load_model
 from model.training.checkpoint import read_checkpoint, read_header, write_checkpoint
 from tests.attacks import ATTACKS, CALL, CHOICE, FILE, STRINGS, Content, drop, nodes, put, targets, watched
 from tests.running import train_here
@@ -59,14 +60,14 @@ def usual(run: Path) -> set[str]:
     with watched() as seen:
         COMPOSED(["attention=naive"])  # Hydra resolves what is its own
         take(run / "runs/a/checkpoints/step-00000003.ckpt")
-        load_run(str(run / "runs/a/checkpoints/step-00000003.ckpt"), [])
+        load_model(str(run / "runs/a/checkpoints/step-00000003.ckpt"), [])
     return seen
 
 
 @pytest.fixture(scope="module")
 def generating(run: Path) -> Any:
     """The config that an honest checkpoint generates by."""
-    return load_run(str(run / "runs/a/checkpoints/step-00000003.ckpt"), [])[2]
+    return load_model(str(run / "runs/a/checkpoints/step-00000003.ckpt"), [])[2]
 
 
 COMPOSED = saved.composed
@@ -90,7 +91,7 @@ def test_an_attack_is_refused_in_one_line(
     content["optimizer_states"] = []
     change(content)
     write_checkpoint(content, tmp_path / "evil.ckpt")
-    reads: list[Callable[[Path], Any]] = [take, lambda path: load_run(str(path), [])]
+    reads: list[Callable[[Path], Any]] = [take, lambda path: load_model(str(path), [])]
     if words in (FILE, CHOICE) and attention_of(content) == attention_of(honest):
         with watched() as seen:  # nothing but attention is read to generate
             assert reads.pop()(tmp_path / "evil.ckpt")[2] == generating
@@ -171,7 +172,7 @@ def test_what_the_command_line_adds_has_to_be_given_again(tmp_path: Path, run: P
     for steps, again in ((3, "+trainer.benchmark=true"), (4, "~trainer.benchmark")):
         result = train_here(tmp_path, "ckpt=a", f"trainer.max_steps={steps}", again, tiny=False)
         assert (result.code, result.err) == (0, "")
-        assert load_run(str(tmp_path / "runs/a/checkpoints/best.ckpt"), [])[0].config.n_layer == 2
+        assert load_model(str(tmp_path / "runs/a/checkpoints/best.ckpt"), [])[0].config.n_layer == 2
     header["config"]["optim"]["lr"] = "${oc.env:LR}"  # as it was saved once
     with pytest.raises(ValueError, match=r"optim\.lr as an interpolation .* give it again: optim\.lr=\.\.\."):
         admit(header, ["+trainer.benchmark=true"])

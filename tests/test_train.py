@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import yaml
 
 from attention.naive import NaiveAttention
-from conf.resume import load_run
+from conf.trained import load_model
 from conf.values import UserError
 from data.datamodule import text_datamodule
 from model.gpt import GPT, GPTConfig
@@ -199,7 +199,7 @@ def test_a_model_that_fills_gaps_resumes_exactly_and_is_not_asked_for_text(folde
     whole, parts = (rows(folder / "runs" / name)[20]["val/loss"] for name in ("whole", "parts"))
     assert whole == parts
     with pytest.raises(UserError, match="trained to fill gaps"):
-        load_run("whole", [], str(folder / "runs"))
+        load_model("whole", [], str(folder / "runs"))
 
 
 def test_random_tokens_need_no_text(tmp_path: Path) -> None:

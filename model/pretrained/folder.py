@@ -38,10 +38,10 @@ class Pretrained:
         self.weights.load_into(net, self.architecture.model_type)
 
 
-def read_pretrained(given: str) -> Pretrained:
-    """The model of a folder, or of an id of the Hub. UserError, which names `given`, where there is none, or
-    something of it cannot be expressed, is damaged or no safetensors."""
-    folder = Path(given) if Path(given).is_dir() else download(given)
+def read_pretrained(given: str, key: str = "init_from") -> Pretrained:
+    """The model of a folder, or of an id of the Hub. UserError, which names it as `key`=`given`, where there
+    is none, or something of it cannot be expressed, is damaged or no safetensors."""
+    folder = Path(given) if Path(given).is_dir() else download(given, key)
     try:
         if not (folder / "config.json").is_file():
             raise UserError("it has no config.json")
@@ -51,14 +51,14 @@ def read_pretrained(given: str) -> Pretrained:
             fields["tie_embeddings"] = False
         weights.require(GPTConfig(**fields, seq_len=1), architecture.model_type)
     except UserError as error:
-        raise UserError(f"init_from={given} is refused: {str(error).removesuffix('.')}.") from None
+        raise UserError(f"{key}={given} is refused: {str(error).removesuffix('.')}.") from None
     return Pretrained(folder, architecture, fields, weights)
 
 
-def download(given: str) -> Path:
+def download(given: str, key: str = "init_from") -> Path:
     """The folder of a model of the Hub, downloaded unless it is there already."""
     if not HUB_ID.fullmatch(given):
-        raise UserError(f"init_from={given}: there is no such folder or run, and it is no id of the Hub.")
+        raise UserError(f"{key}={given}: there is no such folder or run, and it is no id of the Hub.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -66,6 +66,6 @@ def download(given: str) -> Path:
     except Exception as error:  # of its own kinds, and of those of three libraries below it
         said = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise UserError(
-            f"init_from={given}: there is no such folder or run, and the Hugging Face Hub did not give it: "
+            f"{key}={given}: there is no such folder or run, and the Hugging Face Hub did not give it: "
             f"{said[:200]}"
         ) from None

@@ -121,7 +121,7 @@ def test_the_score_over_a_cache_is_that_of_decoding(net: GPT, kind: str) -> None
     """One token a step, each reading what was quantised before it."""
     ids, expected = text(2 * CONTEXT + 1), 0.0
     for start in range(0, len(ids) - 1, CONTEXT):
-        cache = made_cache(net, 1, kind)
+        cache = made_cache(net, 1, kind, net.config.seq_len)
         cache.active += 1
         for at in range(start, start + CONTEXT):
             logits = net(torch.tensor([[ids[at]]]), cache=cache)[0, -1, :50]

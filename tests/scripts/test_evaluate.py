@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from conf.resume import load_run
+from conf.trained import load_model
 from model.evaluation import score
 from model.generation.generate import generate
 from model.generation.weights import quantise_weights
@@ -36,7 +36,7 @@ def said(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_figures_are_those_of_the_score(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    net, tokenizer, _ = load_run(str(folder / "runs/a/checkpoints/best.ckpt"), [])
+    net, tokenizer, _ = load_model(str(folder / "runs/a/checkpoints/best.ckpt"), [])
     text = (folder / "other.txt").read_text(encoding="utf-8")
     for stride in (16, 4):
         found = score(net.eval(), tokenizer.encode(text), stride)
@@ -51,7 +51,7 @@ def test_the_figures_are_those_of_the_score(folder: Path, capsys: pytest.Capture
 
 
 def test_weights_in_8_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    net, tokenizer, _ = load_run(str(folder / "runs/a/checkpoints/best.ckpt"), [])
+    net, tokenizer, _ = load_model(str(folder / "runs/a/checkpoints/best.ckpt"), [])
     ids = tokenizer.encode((folder / "other.txt").read_text(encoding="utf-8"))
     before = score(net.eval(), ids).nats
     quantise_weights(net, "int8")
@@ -115,7 +115,7 @@ def test_a_model_that_sees_what_follows_gives_no_perplexity(
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> harness.Answers:
-    net, tokenizer, _ = load_run(str(folder / "runs/a/checkpoints/best.ckpt"), [])
+    net, tokenizer, _ = load_model(str(folder / "runs/a/checkpoints/best.ckpt"), [])
     return harness.Answers(net, tokenizer)
 
 

@@ -12,7 +12,7 @@ import tokenizers
 import tokenizers.processors
 import torch
 
-from conf.resume import load_run
+from conf.trained import load_model
 from data.tokenizer_export import tokenizer_files
 from data.tokenizer_file import JSONTokenizer
 from model.config import GPTConfig
@@ -84,7 +84,7 @@ def test_transformers_loads_the_same_model(
     theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert type(theirs).__name__ == CLASSES[name] and theirs.dtype == torch.float32
     assert not any(loading.values())
-    ours, tokenizer, _ = load_run(str(folder / f"runs/{name}/checkpoints/best.ckpt"), [])
+    ours, tokenizer, _ = load_model(str(folder / f"runs/{name}/checkpoints/best.ckpt"), [])
     ids = torch.tensor([tokenizer.encode(TEXT[:32])])
     with torch.no_grad():
         expected, got = ours.eval()(ids)[..., : tokenizer.vocab_size], theirs.eval()(ids).logits
@@ -97,7 +97,7 @@ def test_weights_come_back_bit_by_bit(name: str, folder: Path, capsys: pytest.Ca
     found = read_pretrained(str(folder / "back" / name))
     net = GPT(GPTConfig(**found.fields, seq_len=32), torch.nn.Identity())
     found.load_into(net)
-    ours = load_run(str(folder / f"runs/{name}/checkpoints/best.ckpt"), [])[0]
+    ours = load_model(str(folder / f"runs/{name}/checkpoints/best.ckpt"), [])[0]
     before, after = ours.state_dict(), net.state_dict()
     for key, tensor in after.items():
         expected = before[key] if key in before else torch.zeros_like(tensor)  # GPT-2 has biases everywhere
@@ -112,7 +112,7 @@ def test_the_tokenizer_gives_the_same_ids_and_text(
 ) -> None:
     run_export(folder, capsys, f"ckpt={name}", f"to=tokenizer/{name}")
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer" / name)
-    tokenizer = load_run(str(folder / f"runs/{name}/checkpoints/best.ckpt"), [])[1]
+    tokenizer = load_model(str(folder / f"runs/{name}/checkpoints/best.ckpt"), [])[1]
     assert (
         theirs(TEXT)["input_ids"] == tokenizer.encode(TEXT) and theirs.decode(tokenizer.encode(TEXT)) == TEXT
     )
@@ -127,7 +127,7 @@ def test_who_reads_the_tokenizer_of_a_qwen2_is_said(folder: Path, capsys: pytest
     result = run_export(folder, capsys, "ckpt=qwen2", "to=tokenizer/qwen2")
     assert "load the tokenizer by PreTrainedTokenizerFast.from_pretrained" in result.out
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer/qwen2")
-    tokenizer = load_run(str(folder / "runs/qwen2/checkpoints/best.ckpt"), [])[1]
+    tokenizer = load_model(str(folder / "runs/qwen2/checkpoints/best.ckpt"), [])[1]
     assert theirs("a\u0301 12")["input_ids"] == tokenizer.encode("a\u0301 12")
     assert "AutoTokenizer" not in run_export(folder, capsys, "ckpt=qwen3", "to=tokenizer/qwen3").out
 
@@ -135,7 +135,7 @@ def test_who_reads_the_tokenizer_of_a_qwen2_is_said(folder: Path, capsys: pytest
 def test_greedy_text_is_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_export(folder, capsys, "ckpt=llama", "to=greedy")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "greedy")
-    ours, tokenizer, _ = load_run(str(folder / "runs/llama/checkpoints/best.ckpt"), [])
+    ours, tokenizer, _ = load_model(str(folder / "runs/llama/checkpoints/best.ckpt"), [])
     prompt = tokenizer.encode("attention")
     got = generate(ours.eval(), [prompt], max_new_tokens=20, temperature=0.0).tokens[0]
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -23,7 +23,7 @@ from attention.auto import AutoAttention
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from conf.generation import convert, parse
-from conf.resume import load_run
+from conf.trained import load_model
 from data.tokenizer_file import JSONTokenizer
 from data.tokenizers import ByteTokenizer
 from model.generation.generate import generate
@@ -368,7 +368,7 @@ def test_weights_in_8_bits(trained, monkeypatch, capsys):
     """The text that the model has with them."""
     monkeypatch.chdir(trained)
     asked = ["ckpt=a", "prompt=the theory", "max_new_tokens=9", "temperature=0"]
-    model, tokenizer, _ = load_run("a", [])
+    model, tokenizer, _ = load_model("a", [])
     quantise_weights(model, "int8")
     expected = generate(model, [tokenizer.encode("the theory")], 9, temperature=0.0).tokens[0]
     products, forward = [], Int8Linear.forward

@@ -104,9 +104,9 @@ def compare_run(
 ) -> bool:
     """Print the comparison; True for a fault."""
     from conf.compose import build_attention
-    from conf.resume import load_run
+    from conf.trained import load_model
 
-    model, tokenizer, cfg = load_run(given["ckpt"], [], given["runs_dir"])
+    model, tokenizer, cfg = load_model(given["ckpt"], [], given["runs_dir"])
     tokens = tokenizer.encode(given["text"])
     if len(tokens) < 2:
         raise UserError(f"text={given['text']!r} has {len(tokens)} tokens: a loss needs at least two.")

@@ -230,10 +230,10 @@ def evaluation(plan: Plan, point: Point) -> dict[str, Any]:
     """Of a row's result: the losses of a finished run (instruments/loss_by_position.py)."""
     import torch
 
-    from conf.resume import load_run
+    from conf.trained import load_model
     from scripts.measure.instruments.loss_by_position import evaluate
 
-    model, _, _ = load_run(str(plan.final(point)), [])
+    model, _, _ = load_model(str(plan.final(point)), [])
     device = torch.device(plan.device)
     batch = max(1, plan.options.step_tokens // point["seq_len"])
     result = evaluate(model.eval().to(device), plan.tokens, point["seq_len"], batch, device)

@@ -1,0 +1,118 @@
+"""The commands that compute with a trained model take a pretrained one as they take a run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.trained import is_pretrained, load_model
+from conf.values import UserError
+from scripts import compare, evaluate, generate
+from tests.pretrained import make_folder
+
+TEXT = "attention is all you need and some tiles of keys " * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    make_folder(folder / "qwen", "qwen3")
+    make_folder(folder / "small", "qwen3", num_hidden_layers=1)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def test_it_is_the_same_model() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    net, tokenizer, cfg = load_model("qwen", ["attention=tiled"])
+    theirs, ids = AutoModelForCausalLM.from_pretrained("qwen").eval(), tokenizer.encode(TEXT)
+    assert ids == AutoTokenizer.from_pretrained("qwen")(TEXT)["input_ids"]
+    assert (net.config.seq_len, cfg.attention.name) == (96, "tiled")
+    with torch.no_grad():
+        ours, other = net.eval()(torch.tensor([ids]))[..., :300], theirs(torch.tensor([ids])).logits
+    assert torch.allclose(ours, other, atol=2e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("more", [(), ("speculate=small",), ("cache=paged", "attention.decode=naive")])
+def test_it_generates_what_transformers_does(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("qwen")
+    prompt = tokenizer("attention is", return_tensors="pt")
+    expected = AutoModelForCausalLM.from_pretrained("qwen").generate(
+        **prompt, max_new_tokens=24, do_sample=False, pad_token_id=0
+    )[0]
+    words = ["ckpt=qwen", "prompt=attention is", "max_new_tokens=24", "temperature=0", "device=cpu", *more]
+    generate.main(words)
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_its_perplexity_in_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    net, tokenizer, _ = load_model("qwen", [])
+    ids = torch.tensor([tokenizer.encode(TEXT)[:41]])
+    with torch.no_grad():
+        nats = float(net.eval()(ids[:, :-1], targets=ids[:, 1:]))
+        pieces = [float(net(ids[:, i : i + 8], targets=ids[:, i + 1 : i + 9])) for i in range(0, 40, 8)]
+    Path("begin.txt").write_text(tokenizer.decode(ids[0].tolist()))
+    evaluate.main(["ckpt=qwen", "text=begin.txt", "device=cpu"])
+    said = capsys.readouterr().out
+    assert f"{nats / 40:.4f} nats a token" in said and "(40 tokens)" in said
+    rest = ["ckpt=qwen", "text=begin.txt", "device=cpu", "context=8", "stride=8"]
+    evaluate.main(rest)
+    shorter = float(re.findall(r"perplexity ([\d.]+)", capsys.readouterr().out)[0])
+    assert shorter == pytest.approx(math.exp(sum(pieces) / 40), abs=1e-3 * shorter)
+    with contextlib.suppress(SystemExit):
+        evaluate.main([*rest[:3], "context=97"])
+    assert "context=97: it needs to be a whole number, at least 1 and at most 96" in capsys.readouterr().err
+
+
+def test_attentions_are_compared_on_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["ckpt=qwen", f"text={TEXT}", "attention=tiled", "against=naive", "device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
+    with pytest.raises(SystemExit) as end:
+        compare.main()
+    assert not end.value.code and "(context 96)" in capsys.readouterr().out
+
+
+def test_a_run_comes_first_and_a_name_alone_is_one(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    (runs / "qwen/checkpoints").mkdir(parents=True)
+    (runs / "org").mkdir()
+    assert not any(is_pretrained(name, runs) for name in ("qwen", "qwen/best", "text.txt", "gpt2", "last"))
+    assert not any(is_pretrained(name, runs) for name in (f"{runs}/a/b", "nobody/best", "../qwen/x", "a/b/c"))
+    assert all(is_pretrained(name, runs) for name in ("small", "./small", "org/model", "Qwen/Qwen3-0.6B"))
+
+
+def test_what_cannot_be_loaded_is_named_by_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    make_folder(Path("bare"), "gpt2")
+    Path("bare/tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"^speculate=bare is refused: it has no tokenizer.json"):
+        load_model("bare", [], key="speculate")
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or "qwen")
+    assert load_model("Qwen/Qwen3-0.6B", [])[0].config.n_layer == 3 and asked == ["Qwen/Qwen3-0.6B"]
+
+    def offline(name: str, **_: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UserError, match=r"^ckpt=a/b: there is no such folder or run, .*: no network"):
+        load_model("a/b", [])
