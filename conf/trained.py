@@ -57,18 +57,19 @@ def is_pretrained(ckpt: str, runs: Path) -> bool:
 
 def _of_others(given: str, overrides: list[str], key: str) -> tuple[GPT, Tokenizer, DictConfig]:
     from data.tokenizers import tokenizer_from_dict
-    from model.gpt import GPT, GPTConfig
+    from model.gpt import GPT, GPTConfig, Unfilled
 
     found, cfg = pretrained(given, key), composed(overrides)
     assert found.tokenizer is not None
-    model = GPT(GPTConfig(**found.fields, seq_len=found.fields["max_positions"]), build_attention(cfg))
+    with Unfilled():
+        model = GPT(GPTConfig(**found.fields, seq_len=found.fields["max_positions"]), build_attention(cfg))
     found.copy(model)
     return model, tokenizer_from_dict(found.tokenizer), cfg
 
 
 def _of_run(ckpt: str, overrides: list[str], runs: Path, key: str) -> tuple[GPT, Tokenizer, DictConfig]:
     from data.tokenizers import tokenizer_from_dict
-    from model.gpt import GPT, GPTConfig
+    from model.gpt import GPT, GPTConfig, Unfilled
     from model.pretrained.base_weights import plain_weights
     from model.training.checkpoint import CheckpointError, read_checkpoint, resolve
 
@@ -92,6 +93,7 @@ def _of_run(ckpt: str, overrides: list[str], runs: Path, key: str) -> tuple[GPT,
             f"{fields['vocab_size']}."
         )
     weights = plain_weights(checkpoint, path)  # before the model: what it would take is known to be there
-    model = GPT(GPTConfig(**fields), build_attention(cfg))
+    with Unfilled():
+        model = GPT(GPTConfig(**fields), build_attention(cfg))
     model.load_state_dict(weights)
     return model, tokenizer, cfg

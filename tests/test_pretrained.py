@@ -13,8 +13,9 @@ import torch
 
 from conf.trained import is_pretrained, load_model
 from conf.values import UserError
+from model.gpt import Unfilled
 from scripts import compare, evaluate, generate
-from tests.pretrained import make_folder
+from tests.pretrained import KINDS, make_folder
 
 TEXT = "attention is all you need and some tiles of keys " * 4
 
@@ -43,6 +44,19 @@ def test_it_is_the_same_model() -> None:
     with torch.no_grad():
         ours, other = net.eval()(torch.tensor([ids]))[..., :300], theirs(torch.tensor([ids])).logits
     assert torch.allclose(ours, other, atol=2e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_it_is_left_unfilled(kind: str, tmp_path: Path) -> None:
+    make_folder(tmp_path, kind)
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        with Unfilled():
+            assert torch.nn.Linear(2, 2).weight.isnan().all()
+        net = load_model(str(tmp_path), [])[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(weight.isfinite().all() for weight in net.state_dict().values())
 
 
 @pytest.mark.parametrize("more", [(), ("speculate=small",), ("cache=paged", "attention.decode=naive")])
