@@ -159,7 +159,7 @@ def train(
     from lightning.pytorch.utilities import rank_zero_only
 
     from model.training import runtime
-    from model.training.checkpoint import VerifiedCheckpointIO
+    from model.training.checkpoint_io import VerifiedCheckpointIO
     from model.training.checks import called, check
     from model.training.loggers import MetricsCSV, csv_logger
     from model.training.out_of_memory import out_of_memory_explained

@@ -191,7 +191,6 @@ class AutoAttention(Attention):
         reasons = [f"{other}: {reason}" for other, said in refusals.items() for reason in said]
         return reasons or super().unsupported_reasons(call)
 
-    @torch.compiler.assume_constant_result
     def _memoised_choice(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
         """The choice by an AttentionCall's facts, which torch.compile evaluates once, while it traces."""
         key = (index, compiled, must_be_deterministic(), *facts.values())
@@ -200,6 +199,9 @@ class AutoAttention(Attention):
             call = AttentionCall(purpose="call", arch=arch, **facts)
             self._chosen[key] = self.choice(call, compiled=compiled)[0]
         return self._chosen[key]
+
+    # as torch.compiler.assume_constant_result does, which imports Dynamo: 2 s, also where nothing is compiled
+    _memoised_choice._dynamo_marked_constant = True
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None

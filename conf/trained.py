@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer
     from model.gpt import GPT
 
+LONGEST = (
+    2**17
+)  # tokens of a pretrained model's context, whatever its config.json says: tables are made for all
+
 
 def require_causal(model: Any, given: str) -> None:
     """UserError where a model sees the tokens whose probability is asked for."""
@@ -34,7 +38,7 @@ def load_model(
     attention alone, as no other would change what has been trained.
 
     ckpt: a run's name, `<run>/best`, `last` or a checkpoint; else a folder of pretrained weights, or the id
-        of a model of the Hub, organisation/name. The context of these is the longest that they know.
+        of a model of the Hub, organisation/name. The context of these is what they know, up to LONGEST.
     key: what the command calls it"""
     from model.training.runs import runs_folder
 
@@ -61,8 +65,9 @@ def _of_others(given: str, overrides: list[str], key: str) -> tuple[GPT, Tokeniz
 
     found, cfg = pretrained(given, key), composed(overrides)
     assert found.tokenizer is not None
+    context = min(found.fields["max_positions"], LONGEST)
     with Unfilled():
-        model = GPT(GPTConfig(**found.fields, seq_len=found.fields["max_positions"]), build_attention(cfg))
+        model = GPT(GPTConfig(**found.fields, seq_len=context), build_attention(cfg))
     found.copy(model)
     return model, tokenizer_from_dict(found.tokenizer), cfg
 

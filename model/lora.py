@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conf.values import UserError, number, whole
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, without_storage
 
 TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 A, B = "lora_A.default.weight", "lora_B.default.weight"  # as peft calls them
@@ -49,13 +49,11 @@ class Adapters:
 
     def shapes(self, config: GPTConfig) -> dict[str, Tensor]:
         """A and B of all targets of a model, without storage."""
-        with torch.device("meta"):
-            layers = GPT(config, torch.nn.Identity()).named_modules()
-            ends, found = tuple(f".{target}" for target in self.targets), {}
-            for name, layer in layers:
-                if name.endswith(ends):
-                    found[f"{name}.{A}"] = torch.empty(self.rank, layer.in_features)
-                    found[f"{name}.{B}"] = torch.empty(layer.out_features, self.rank)
+        ends, found = tuple(f".{target}" for target in self.targets), {}
+        for name, layer in without_storage(config).named_modules():
+            if name.endswith(ends):
+                found[f"{name}.{A}"] = torch.empty(self.rank, layer.in_features, device="meta")
+                found[f"{name}.{B}"] = torch.empty(layer.out_features, self.rank, device="meta")
         return found
 
     def merged(self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tiny Llama 3 in pretrained/, a GPT-2 in gpt2/, and run `a`, which started from the first."""
     folder = tmp_path_factory.mktemp("init")
     write_book(folder)
+    (folder / "other.txt").write_text("some other tiles of other keys, " * 200)
     make_folder(folder / "pretrained", "llama")
     make_folder(folder / "gpt2", "gpt2")
     result = start(folder, "init_from=pretrained", "name=a")
@@ -72,7 +73,6 @@ def test_the_run_resumes_without_what_it_started_from(folder: Path, tmp_path: Pa
 
 
 def test_a_run_goes_on_with_other_data(folder: Path) -> None:
-    (folder / "other.txt").write_text("some other tiles of other keys, " * 200)
     result = start(folder, "init_from=a", "name=b", "data.path=other.txt", "optim.lr=0", "model.dropout=0.1")
     assert result.code == 0, result.err
     before, after = (read_checkpoint(folder / f"runs/{run}/checkpoints/step-00000004.ckpt") for run in "ab")

@@ -120,6 +120,8 @@ def test_what_cannot_be_loaded_is_named_by_the_key(monkeypatch: pytest.MonkeyPat
     Path("bare/tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"^speculate=bare is refused: it has no tokenizer.json"):
         load_model("bare", [], key="speculate")
+    make_folder(Path("long"), "llama", max_position_embeddings=2**24)
+    assert load_model("long", [])[0].config.seq_len == 2**17
     asked: list[str] = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or "qwen")
     assert load_model("Qwen/Qwen3-0.6B", [])[0].config.n_layer == 3 and asked == ["Qwen/Qwen3-0.6B"]

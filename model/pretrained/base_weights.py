@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from conf.values import UserError
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, without_storage
 from model.lora import Adapters
 from model.training.checkpoint import CheckpointError, link, sync_folder
 from model.training.untrusted import require_weights
@@ -77,8 +76,7 @@ def _read_base(ckpt: Path, adapters: Adapters, config: GPTConfig) -> dict[str, T
     weights = load_file(path)
     if config.tie_embeddings and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    with torch.device("meta"):
-        own = GPT(config, torch.nn.Identity()).state_dict()
+    own = without_storage(config).state_dict()
     try:
         require_weights(weights, own)
     except UserError as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conf.values import UserError
 from model.config import GPTConfig
-from model.gpt import GPT
+from model.gpt import GPT, without_storage
 from model.training.untrusted import printable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -55,8 +55,7 @@ class Piece:
 def pieces(config: GPTConfig, model_type: str) -> dict[str, list[Piece]]:
     """Our names -> the tensors of `model_type` that these are made of, from their first row on. GPT-2's are
     ours, its matrices transposed; the others have q, k and v apart, and the MLP's gate and value."""
-    with torch.device("meta"):
-        own = GPT(config, torch.nn.Identity()).state_dict()
+    own = without_storage(config).state_dict()
     if config.tie_embeddings:
         del own["lm_head.weight"]
     found = {}
@@ -169,8 +168,7 @@ class Weights:
         if config.n_layer > len(self.at):
             raise UserError(f"its {len(self.at)} tensors are not those of {config.n_layer} layers")
         needed: dict[str, tuple[int, ...]] = {}
-        with torch.device("meta"):
-            own = GPT(config, torch.nn.Identity()).state_dict()
+        own = without_storage(config).state_dict()
         for name, parts in pieces(config, model_type).items():
             needed |= {_bare(piece.name): tuple(piece.of(own[name]).shape) for piece in parts}
         extra = {name for name in self.at.keys() - needed.keys() if not BUFFERS.fullmatch(name)}

@@ -16,8 +16,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
-
 from conf.values import UserError
 from model.training.checkpoint import RUNS, CheckpointError, checkpoints_of, step_of
 
@@ -91,13 +89,19 @@ def _unwritable(path: Any, error: OSError, runs: Path, goes_on: str | None = Non
     )
 
 
+def _rank() -> int:
+    from lightning.pytorch.utilities import rank_zero_only  # seconds of Lightning, which only training needs
+
+    return rank_zero_only.rank
+
+
 @contextmanager
 def _alone(run: Path) -> Iterator[None]:
     """Hold the run's lock, which the kernel takes back however this process ends. Of several ranks, the
     first has it for all."""
     from filelock import FileLock, Timeout
 
-    if rank_zero_only.rank:
+    if _rank():
         yield
         return
     # not filelock's other kind, by a file's existence: what a killed process left would have to be removed
@@ -161,7 +165,7 @@ def new_run(
             if not run.is_dir():
                 raise _unwritable(run, error, runs) from error
             # another rank may find what the first has put there
-            if rank_zero_only.rank == 0 and any((run / "checkpoints").glob("*.ckpt")):
+            if _rank() == 0 and any((run / "checkpoints").glob("*.ckpt")):
                 with _alone(run):  # or who trains it is said
                     raise UserError(
                         f"{run} holds a run already. Continue it with {ckpt_of(run)}, or give another name=."

@@ -168,7 +168,7 @@ def require_model(fields: dict[str, Any], weights: Mapping[str, Any], adapters: 
     import torch
 
     from model.config import GPTConfig
-    from model.gpt import GPT
+    from model.gpt import without_storage
     from model.lora import Adapters
 
     require_keys(fields, fields.keys() & vars(GPTConfig(vocab_size=1)) | {"vocab_size"}, "model")
@@ -183,8 +183,7 @@ def require_model(fields: dict[str, Any], weights: Mapping[str, Any], adapters: 
     if adapters is not None:
         own = Adapters.of_file(adapters).shapes(config)
     else:
-        with torch.device("meta"):
-            own = GPT(config, torch.nn.Identity()).state_dict()
+        own = without_storage(config).state_dict()
     require_weights(weights, {f"net.{name}": tensor for name, tensor in own.items()})
 
 

@@ -211,6 +211,13 @@ def test_lengths_of_a_compiled_call_are_dynamic_within_their_class():
         assert counter.frame_count == compilations
 
 
+def test_the_choice_is_marked_as_the_compiler_marks_constants():
+    def constant():
+        pass
+
+    assert vars(torch.compiler.assume_constant_result(constant)) == vars(AutoAttention._memoised_choice)
+
+
 def test_every_name_of_an_order_is_in_conf():
     lines = [line for entry in auto.MEASURED.values() for line in entry]
     names = {name for _, _, text in lines for name in text.split()}

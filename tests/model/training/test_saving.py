@@ -17,7 +17,7 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from model.generation import generate
-from model.training import checkpoint, runtime
+from model.training import checkpoint_io, runtime
 from model.training.callbacks import Samples
 from model.training.checkpoint import CheckpointError, checkpoints_of, read_checkpoint
 from model.training.lit_gpt import LitGPT
@@ -241,7 +241,7 @@ def test_a_model_that_sees_the_future_trains_without_samples(tmp_path: Path) -> 
 def late_writes(fails: Container[int] = (), first: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Checkpoints are written 0.3 s late, behind a call of `first`, those at `fails` not at all; and the
     strategy does not wait for them, as Lightning's of FSDP2 does not."""
-    write, calls = checkpoint.write_checkpoint, itertools.count()
+    write, calls = checkpoint_io.write_checkpoint, itertools.count()
 
     def late(*args: Any) -> None:
         first()
@@ -251,7 +251,7 @@ def late_writes(fails: Container[int] = (), first: Callable[[], None] = lambda: 
         write(*args)
 
     with (
-        mock.patch.object(checkpoint, "write_checkpoint", late),
+        mock.patch.object(checkpoint_io, "write_checkpoint", late),
         mock.patch.object(SingleDeviceStrategy, "teardown"),
     ):
         yield
@@ -291,7 +291,8 @@ def test_a_run_stops_where_a_checkpoint_cannot_be_written(tmp_path: Path) -> Non
 
 
 def test_weights_are_saved_though_those_before_could_not_be(tmp_path: Path) -> None:
-    with late_writes([0]), mock.patch.object(checkpoint.VerifiedCheckpointIO, "check"):  # not noticed before
+    unnoticed = mock.patch.object(checkpoint_io.VerifiedCheckpointIO, "check")
+    with late_writes([0]), unnoticed:
         result = train_here(tmp_path, *NO_VALIDATION, "callbacks.checkpoints.every=1")
     assert result.code == 1 and "No space left" in result.err and "from step 2" in result.err
     assert steps(tmp_path / "runs" / "a") == [2]
