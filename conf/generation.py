@@ -16,7 +16,7 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
     **dict.fromkeys(("block", "pool_tokens", "slots", "chunk", "draft_tokens"), int),
     **dict.fromkeys(("temperature", "top_p"), float),
-    **dict.fromkeys(("kv_cache", "compile", "fused", "prefix_caching"), bool),
+    **dict.fromkeys(("chat", "kv_cache", "compile", "fused", "prefix_caching"), bool),
     "stop": list,
 }
 NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop", "fused", "pool_tokens", "speculate")

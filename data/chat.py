@@ -8,7 +8,6 @@ A conversation is a document. In its tokens (32 bits) the top bit says that a to
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from conf.values import UserError
+from data.chat_template import Messages, has_template, render
 from data.corpora import Encode, Piece, TextCorpus
 from data.datamodule import TokenDataModule
 from data.tokenizer_base import Tokenizer
 from data.tokenizer_file import JSONTokenizer
 from data.tokens import NO_TARGET
 
-Messages = list[dict[str, Any]]
 ANSWERS = "assistant"  # the role whose messages are learnt
 OTHERS = ("system", "user", "tool")
 
@@ -50,49 +49,6 @@ def require_messages(line: str, where: str) -> None:
         raise UserError(f"{where} has no message of the {ANSWERS}, and answers are what is learnt")
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    """As transformers has it, but for the time of day, by which texts would differ from run to run."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}, around what the model is to say: its text."""
-
-        tags: ClassVar[set[str]] = {"generation"}
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), True), lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(template)
-
-
-def render(tokenizer: JSONTokenizer, messages: Messages, ask: bool = False) -> str:
-    """The text of a conversation; ask: up to where the next answer begins. UserError where the template does
-    not take it."""
-    try:
-        special = {"bos_token": tokenizer.bos or "", "eos_token": tokenizer.eos or ""}
-        return _compiled(tokenizer.chat_template).render(
-            messages=messages, add_generation_prompt=ask, tools=None, documents=None, **special
-        )
-    except Exception as error:  # whatever a template can do wrong
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"the tokenizer's chat template does not take a conversation: {said[:200]}") from None
-
-
 def answers_of(tokenizer: JSONTokenizer, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and the places in it between which the template writes an answer."""
     text, found = render(tokenizer, messages), []
@@ -111,7 +67,7 @@ def answers_of(tokenizer: JSONTokenizer, messages: Messages) -> tuple[str, list[
 
 def encode_chat(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
     """(n,) uint32 token ids of a conversation, with NO_TARGET where they are of no answer."""
-    if not isinstance(tokenizer, JSONTokenizer) or tokenizer.chat_template is None:
+    if not has_template(tokenizer):
         raise UserError(
             "data=chat needs a tokenizer with a chat template: init_from=<a model for chats>, or "
             "data.tokenizer.kind=file with chat_template.jinja beside its tokenizer.json"

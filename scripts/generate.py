@@ -1,7 +1,7 @@
 """Generate text from a trained model, and stream it:
 
     python scripts/generate.py ckpt=last prompt="def main" max_new_tokens=200 temperature=0.8 top_k=50 seed=1
-    python scripts/generate.py ckpt=Qwen/Qwen3-0.6B prompt="Attention is"
+    python scripts/generate.py ckpt=Qwen/Qwen3-0.6B prompt="What is attention?" chat=true
 
 The keys below are those of conf/generate.yaml. Of a run's config, only attention can be changed:
 attention=tiled uses another implementation, attention.decode=naive only for decoding. The text goes to
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
+    from data.chat_template import encode_question
     from model.generation.engine import Pool, made_blocks, made_rows
     from model.generation.fused import wants_fused
     from model.generation.generate import checked, require_all
@@ -146,7 +148,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
             f"max_new_tokens={new} for {len(texts)} rows: at most {MOST_TOKENS} tokens in all; ask for fewer."
         )
     sampling = {key: options[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    _, prompts = checked(model, [tokenizer.encode(text) for text in texts], **sampling, eot=tokenizer.eot)
+    encode = partial(encode_question, tokenizer) if options["chat"] else tokenizer.encode
+    _, prompts = checked(model, [encode(text) for text in texts], **sampling, eot=tokenizer.eot)
     context, longest = model.config.seq_len, max(map(len, prompts))
     if longest + new > context:
         say(f"Past the trained context of {context} tokens, the last {context // 2} or more are re-encoded.")
@@ -166,7 +169,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     pool = Pool(tokens=options["pool_tokens"], **{key: options[key] for key in keys})
     if paged:
         made_blocks(made_rows(prompts, [new] * len(prompts)), context, pool)
-    terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot, prompts)
+    shown = [f"{text}\n" for text in texts] if options["chat"] else texts
+    terminal = Terminal(shown, tokenizer.decode, options["stop"], tokenizer.eot, prompts)
     how = sampling | {key: options[key] for key in ("seed", "cache_dtype")}
     how |= {"eot": tokenizer.eot, "on_token": terminal.on_token, "decode_attention": decoding}
     result, done = generated(model, prompts, options, how, pool if paged else None, draft)

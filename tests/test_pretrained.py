@@ -75,6 +75,35 @@ def test_it_generates_what_transformers_does(
     assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+def test_it_answers_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_folder(tmp_path, "qwen3")
+    words = [
+        f"ckpt={tmp_path}",
+        "prompt=keys?",
+        "chat=true",
+        "max_new_tokens=8",
+        "temperature=0",
+        "device=cpu",
+    ]
+    with pytest.raises(SystemExit):
+        generate.main(words)
+    assert "chat=true needs a model whose tokenizer has a chat template" in capsys.readouterr().err
+    template = (
+        "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}{{ '!' if add_generation_prompt }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer, theirs = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    )
+    ids = torch.tensor([tokenizer("<|endoftext|>keys?!")["input_ids"]])
+    answer = theirs.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    generate.main(words)
+    assert capsys.readouterr().out.rstrip("\n") == f"keys?\n{tokenizer.decode(answer)}"
+
+
 def test_its_perplexity_in_windows(capsys: pytest.CaptureFixture[str]) -> None:
     net, tokenizer, _ = load_model("qwen", [])
     ids = torch.tensor([tokenizer.encode(TEXT)[:41]])

@@ -172,11 +172,12 @@ def test_scripts(
         "harness": "ckpt=first",
     }[name].split()
     small += ["speculate=first"] * ("speculate=small" in arguments)
-    if "ckpt=Qwen/" in command or "ckpt=models/" in command:
+    theirs = "ckpt=Qwen/" in command or "ckpt=models/" in command
+    if theirs or "chat=true" in command:
         there = str(request.getfixturevalue("pretrained"))
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: there)
         small = {"compare": ["attention=tiled"], "evaluate": ["context=64"]}.get(name, small)
-        small = [word for word in small if word != "ckpt=first"]
+        small = [word for word in small if word != "ckpt=first"] + [f"ckpt={there}"] * (not theirs)
     result = run_script(folder, name, [*arguments, *small])
     if name == "harness":  # its tasks are on the Hub
         assert importlib.util.find_spec("lm_eval") or "pip install -e '.[eval]'" in result.err

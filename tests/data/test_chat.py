@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.chat import ChatCorpus, answers_of, chat_datamodule, encode_chat, render, require_messages
+from data.chat import ChatCorpus, answers_of, chat_datamodule, encode_chat, require_messages
+from data.chat_template import encode_question, render
 from data.prepare import prepare
 from data.tokenizer_file import JSONTokenizer, read_folder
 from data.tokens import NO_TARGET
@@ -68,6 +69,15 @@ def test_the_text_is_that_of_transformers(template: str, ask: bool, tmp_path: Pa
     assert (
         ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"] and (np.diff(begins) >= 0).all()
     )
+
+
+def test_a_question_is_that_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = tokenizer_of(tmp_path, LLAMA3), AutoTokenizer.from_pretrained(tmp_path)
+    asked = theirs.apply_chat_template([TALK[1]], tokenize=False, add_generation_prompt=True)
+    expected = theirs(asked, add_special_tokens=False)["input_ids"]
+    assert encode_question(ours, TALK[1]["content"]) == expected and expected[0] == ours.eot
 
 
 def test_the_targets_are_the_answers(tmp_path: Path) -> None:
