@@ -54,6 +54,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     net, tokenizer, _ = load_model(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
     ids = tokenizer.encode(text)
+    if len(ids) < 2:
+        raise UserError(f"text={options['text']}: it has {len(ids)} tokens; a perplexity needs 2 or more.")
     with out_of_memory_told("give a smaller batch=, or another attention="):
         net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
         quantise_weights(net, str(options["weight_dtype"]))

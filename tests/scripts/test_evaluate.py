@@ -83,7 +83,7 @@ def test_of_a_first_character_the_predicted_bytes_count(
             "stride=17: it needs to be a whole number, at least 1 and at",
         ),
         (("ckpt=a", "text=other.txt", "weight_dtype=int4"), "weight_dtype=int4: choose one of auto, int8."),
-        (("ckpt=a", "text=empty.txt"), "the text has 0 tokens, and needs 2 or more"),
+        (("ckpt=a", "text=empty.txt"), "text=empty.txt: it has 0 tokens; a perplexity needs 2 or more"),
         (("ckpt=a", "text=other.txt", "strid=4"), "There is no key strid; did you mean stride?"),
         (("ckpt=a", "text=other.txt", "model.window=4"), "key model.window. This command has batch,"),
     ],
