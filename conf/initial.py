@@ -129,11 +129,7 @@ def _of_run(given: str, runs: Path) -> Initial | None:
     folder = runs / given.removesuffix("/best").removeprefix(f"{runs}/").rstrip("/")
     if not (Path(given).is_file() or (folder / "checkpoints").is_dir()):
         return None
-    if Path(given).is_file() and given.endswith((".safetensors", ".bin", ".json")):
-        raise UserError(
-            f"init_from={given} is one file of a model: give its folder, init_from={Path(given).parent}, "
-            "which also has config.json and the tokenizer."
-        )
+    require_folder(given)
     path = resolve(given, runs)
     saved = read_checkpoint(path, verified=True, mmap=True)["tilegpt"]
     fields = vars(GPTConfig(**saved["model"])).copy()
@@ -148,6 +144,15 @@ def _of_run(given: str, runs: Path) -> Initial | None:
 
     masked = (saved["config"].get("data") or {}).get("mask_fraction")
     return Initial(given, fields, saved["tokenizer"], copy, masked)
+
+
+def require_folder(given: str, key: str = "init_from") -> None:
+    """UserError for one file of a pretrained model; key: what the command calls it."""
+    if Path(given).is_file() and given.endswith((".safetensors", ".bin", ".json")):
+        raise UserError(
+            f"{key}={given} is one file of a model: give its folder, {key}={Path(given).parent}, "
+            "which also has config.json and the tokenizer."
+        )
 
 
 def pretrained(given: str, key: str = "init_from") -> Initial:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from conf.compose import build_attention, composed
-from conf.initial import pretrained
+from conf.initial import pretrained, require_folder
 from conf.resume import own_value, recompose
 from conf.saved import admit
 from conf.values import UserError
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from data.tokenizer_base import Tokenizer
     from model.gpt import GPT
 
-LONGEST = (
-    2**17
-)  # tokens of a pretrained model's context, whatever its config.json says: tables are made for all
+# Of a pretrained model's context, whatever its config.json says, as the table of a rotary embedding is made
+# for all of it: tokens, and numbers of that table, which are fewer tokens where heads are wider than 512.
+LONGEST, TABLE = 2**17, 2**26
 
 
 def require_causal(model: Any, given: str) -> None:
@@ -52,24 +53,33 @@ def is_pretrained(ckpt: str, runs: Path) -> bool:
     """Whether it names a model of others: what may be both is taken as a run."""
     from model.pretrained.folder import HUB_ID
 
+    if ckpt == "last":
+        return False
     first, _, name = ckpt.removeprefix(f"{runs}/").partition("/")
     if Path(ckpt).is_file() or (runs / first / "checkpoints").is_dir():
         return False
     of_hub = name not in ("", "best") and not ckpt.startswith(f"{runs}/") and HUB_ID.fullmatch(ckpt)
+    of_hub = of_hub and not ckpt.endswith(".ckpt")  # of a mistyped file the Hub knows nothing
     return Path(ckpt, "config.json").is_file() or bool(of_hub and not Path(ckpt).exists())
 
 
 def _of_others(given: str, overrides: list[str], key: str) -> tuple[GPT, Tokenizer, DictConfig]:
-    from data.tokenizers import tokenizer_from_dict
+    from data.tokenizer_file import JSONTokenizer
     from model.gpt import GPT, GPTConfig, Unfilled
 
     found, cfg = pretrained(given, key), composed(overrides)
     assert found.tokenizer is not None
-    context = min(found.fields["max_positions"], LONGEST)
+    tokenizer = JSONTokenizer.from_dict(found.tokenizer)
+    try:
+        tokenizer.begin_texts()
+    except UserError as error:
+        raise UserError(f"{key}={given} is refused: {error}.") from None
+    config = GPTConfig(**found.fields, seq_len=1)
+    config = replace(config, seq_len=min(config.positions, LONGEST, TABLE // config.head_size))
     with Unfilled():
-        model = GPT(GPTConfig(**found.fields, seq_len=context), build_attention(cfg))
+        model = GPT(config, build_attention(cfg))
     found.copy(model)
-    return model, tokenizer_from_dict(found.tokenizer), cfg
+    return model, tokenizer, cfg
 
 
 def _of_run(ckpt: str, overrides: list[str], runs: Path, key: str) -> tuple[GPT, Tokenizer, DictConfig]:
@@ -78,6 +88,7 @@ def _of_run(ckpt: str, overrides: list[str], runs: Path, key: str) -> tuple[GPT,
     from model.pretrained.base_weights import plain_weights
     from model.training.checkpoint import CheckpointError, read_checkpoint, resolve
 
+    require_folder(ckpt, key)
     path = resolve(ckpt, runs, key=key)
     checkpoint = read_checkpoint(path, verified=True)
     saved = checkpoint["tilegpt"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class JSONTokenizer(Tokenizer):
             raise UserError(f"its tokenizer has {own} tokens, and its model {self.vocab_size}")
         self.text, self.eos, self.bos, self.chat_template = text, eos, bos, chat_template
         self.eot, self.bos_id = (None if token is None else self._id(token) for token in (eos, bos))
+        self.begin: list[int] = []  # what `encode` puts before each text
 
     def vocabulary(self) -> dict[str, int]:
         """Token -> id, special ones among them."""
@@ -60,6 +62,23 @@ class JSONTokenizer(Tokenizer):
     def adds_tokens(self) -> bool:
         """Whether the library, asked to, adds tokens to a text."""
         return self._library.num_special_tokens_to_add(is_pair=False) > 0
+
+    def begin_texts(self) -> None:
+        """From now on `encode` puts before a text what the library does, such as <s>: models of others have
+        been trained so. (Ours are not: `encode_array` gives what a corpus is made of.) UserError for a token
+        that the model does not have."""
+        if self.adds_tokens:
+            with _damaged():
+                encoded = self._library.encode("a", add_special_tokens=True)
+            added = sum(takewhile(bool, encoded.special_tokens_mask))
+            self.begin = encoded.ids[:added]
+        if (most := max(self.begin, default=0)) >= self.vocab_size:
+            raise UserError(
+                f"its tokenizer puts token {most} before a text, and its model has {self.vocab_size}"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.begin, *super().encode(text)]
 
     @contextmanager
     def _encoding(self, text: str) -> Iterator[None]:

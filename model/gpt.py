@@ -422,8 +422,11 @@ class GPT(nn.Module):
 
 
 def without_storage(config: GPTConfig) -> GPT:
-    """The names and shapes of a model's weights, on the meta device; without tables of its whole context.
-    (Within torch.device("meta"), those would be on it too, for which PyTorch imports Dynamo: 2 s.)"""
-    tables = {"sparsity": None} | ({"seq_len": 1} if config.position == "rope" else {})
+    """The names and shapes of a model's weights, on the meta device; without the tables that none of these
+    depends on, as a config from someone else may make them large. (Within torch.device("meta"), they would be
+    on it too, for which PyTorch imports Dynamo: 2 s.)"""
+    without: dict[str, Any] = {"sparsity": None}
+    if config.position in ("rope", "alibi"):
+        without["position"] = "none"
     with Unfilled("meta"):
-        return GPT(replace(config, **tables), nn.Identity())
+        return GPT(replace(config, **without), nn.Identity())

@@ -269,7 +269,7 @@ def _differentiate(name: str, op: Any, function: type[torch.autograd.Function]) 
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             if torch._C._are_functorch_transforms_active():
                 raise NotImplementedError(
-                    f"tilegpt::{name} has no derivative within torch.func (grad, vjp, jacrev, vmap): call "
+                    f"tilegpt::{name} has no derivative within torch.func (grad, vjp, jacrev): call "
                     "torch.autograd.grad outside of it; attention=naive has"
                 )
             return function.apply(*args)

@@ -56,11 +56,12 @@ def evaluate(arguments: Sequence[str]) -> None:
     ids = tokenizer.encode(text)
     if len(ids) < 2:
         raise UserError(f"text={options['text']}: it has {len(ids)} tokens; a perplexity needs 2 or more.")
-    with out_of_memory_told("give a smaller batch=, or another attention="):
+    with out_of_memory_told("give a smaller batch= or context=, or another attention="):
         net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
         quantise_weights(net, str(options["weight_dtype"]))
         found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]), context)
-    first = tokenizer.decode(ids[:1])
+    # the first token is not scored, and nor are its bytes; <s>, before each text of some models, has none
+    first = "" if tokenizer.encode("") else tokenizer.decode(ids[:1])
     if not text.startswith(first):  # a token that ends amid a character, of which it may have a byte
         first = first.replace("\ufffd", "?")
     counted = len(text.encode()) - len(first.encode())

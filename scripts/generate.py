@@ -211,6 +211,7 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
     """The model that `speculate` names, None for n-grams. Raises UserError, for other options too that drafts
     cannot be checked with."""
     from conf.trained import load_model
+    from data.tokenizer_export import vocabulary
 
     asked = f"speculate={options['speculate']}"
     able = {"cache": ("auto", "dense"), "kv_cache": (True,), "compile": (False,), "fused": (None, False)}
@@ -224,10 +225,11 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
         return None
     draft, its_tokenizer, _ = load_model(options["speculate"], [], options["runs_dir"], "speculate")
     require_checkable(draft, asked, asked)
-    if its_tokenizer.to_dict() != tokenizer.to_dict():
+    same = its_tokenizer.to_dict() == tokenizer.to_dict()
+    if not same and vocabulary(its_tokenizer) != vocabulary(tokenizer):  # chat templates, say, may differ
         raise UserError(
-            f"{asked} was trained with another tokenizer than ckpt={options['ckpt']}: give a run with the "
-            "same one, or speculate=ngram."
+            f"{asked} has another tokenizer than ckpt={options['ckpt']}: give a model with the same one, or "
+            "speculate=ngram."
         )
     return finite(draft, asked, options["precision"], model.device, model.dtype)
 
@@ -304,7 +306,7 @@ def finite(model: GPT, given: str, precision: str, device: torch.device, dtype: 
     """The model there; UserError where weights are not finite, as loaded or as this precision has them."""
     from model.generation.generate import not_finite, numbers
 
-    diverged = "the run diverged before it was saved. Give an earlier checkpoint, such as ckpt=<run>/best."
+    diverged = "it diverged before it was saved. Of a run, give an earlier checkpoint, as ckpt=<run>/best."
     overflows = "it cannot hold these weights; choose bf16 or fp32."
     for source, remedy in ((given, diverged), (f"precision={precision}", overflows)):
         if bad := not_finite(model):

@@ -54,8 +54,11 @@ class Answers:
         """The log-likelihood of all of a text, behind the end of another."""
         from model.evaluation import score
 
-        ids = self.tokenizer.encode(text)
-        return -score(self.net, [self._start(), *ids], stride=self.net.config.seq_len).nats if ids else 0.0
+        begin, ids = self.tokenizer.encode(""), self.tokenizer.encode(text)
+        if ids == begin:
+            return 0.0
+        ids = ids if begin else [self._start(), *ids]
+        return -score(self.net, ids, stride=self.net.config.seq_len).nats
 
     def generate(self, context: str, until: Sequence[str], most: int) -> str:
         """Greedy text behind the end of `context`, up to the first of `until`; of the context at least half

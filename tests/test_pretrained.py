@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from conf import trained
 from conf.trained import is_pretrained, load_model
 from conf.values import UserError
 from model.gpt import Unfilled
-from scripts import compare, evaluate, generate
+from scripts import compare, evaluate, generate, harness
 from tests.pretrained import KINDS, make_folder
 
 TEXT = "attention is all you need and some tiles of keys " * 4
@@ -25,6 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained")
     make_folder(folder / "qwen", "qwen3")
     make_folder(folder / "small", "qwen3", num_hidden_layers=1)
+    of_chats = (
+        folder / "small/tokenizer_config.json"
+    )  # as a base model and one for chats have the same tokens
+    of_chats.write_text(json.dumps(json.loads(of_chats.read_text()) | {"chat_template": "{{ messages }}"}))
     (folder / "text.txt").write_text(TEXT)
     return folder
 
@@ -104,6 +110,37 @@ def test_it_answers_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.rstrip("\n") == f"keys?\n{tokenizer.decode(answer)}"
 
 
+def test_a_text_begins_as_the_tokenizer_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Most Llamas, and Mistral, have been trained with <s> before each text."""
+    from transformers import AutoTokenizer
+
+    make_folder(Path("begun"), "llama")
+    path = Path("begun/tokenizer.json")
+    start = "<|endoftext|>"
+    single = [{"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    rules = json.loads(path.read_text())
+    rules["post_processor"]["single"] = single
+    rules["post_processor"]["special_tokens"] = {start: {"id": start, "ids": [0], "tokens": [start]}}
+    path.write_text(json.dumps(rules))
+    net, tokenizer, _ = load_model("begun", [])
+    ids = tokenizer.encode("attention is")
+    assert ids == AutoTokenizer.from_pretrained("begun")("attention is")["input_ids"]
+    assert ids[0] == 0 and tokenizer.encode_array("attention is").tolist() == ids[1:]
+    with torch.no_grad():
+        nats = float(net.eval()(torch.tensor([ids[:-1]]), targets=torch.tensor([ids[1:]])))
+    Path("short.txt").write_text("attention is")
+    evaluate.main(["ckpt=begun", "text=short.txt", "device=cpu"])
+    bits = f"{nats / math.log(2) / 12:.4f} bits a byte"
+    assert f"{bits} ({len(ids) - 1} tokens)" in capsys.readouterr().out
+    assert harness.Answers(net, tokenizer).rolling("attention is") == pytest.approx(-nats, abs=1e-3)
+    generate.main(["ckpt=begun", "prompt=attention is", "max_new_tokens=2", "device=cpu"])
+    assert capsys.readouterr().out.startswith("attention is")
+    rules["post_processor"]["special_tokens"][start]["ids"] = [10**6]
+    path.write_text(json.dumps(rules))
+    with pytest.raises(UserError, match=r"^ckpt=begun is refused: .* puts token 1000000 before a text, and"):
+        load_model("begun", [])
+
+
 def test_its_perplexity_in_windows(capsys: pytest.CaptureFixture[str]) -> None:
     net, tokenizer, _ = load_model("qwen", [])
     ids = torch.tensor([tokenizer.encode(TEXT)[:41]])
@@ -138,8 +175,27 @@ def test_a_run_comes_first_and_a_name_alone_is_one(tmp_path: Path) -> None:
     (runs / "qwen/checkpoints").mkdir(parents=True)
     (runs / "org").mkdir()
     assert not any(is_pretrained(name, runs) for name in ("qwen", "qwen/best", "text.txt", "gpt2", "last"))
-    assert not any(is_pretrained(name, runs) for name in (f"{runs}/a/b", "nobody/best", "../qwen/x", "a/b/c"))
+    assert not any(
+        is_pretrained(name, runs) for name in (f"{runs}/a/b", "nobody/best", "x/y.ckpt", "../qwen/x", "a/b/c")
+    )
     assert all(is_pretrained(name, runs) for name in ("small", "./small", "org/model", "Qwen/Qwen3-0.6B"))
+
+
+def test_a_folder_called_last_is_not_what_last_means() -> None:
+    make_folder(Path("last"), "llama")
+    assert is_pretrained("./last", Path("runs")) and not is_pretrained("last", Path("runs"))
+
+
+def test_wide_heads_have_a_shorter_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of a rotary embedding is as long as the context, and as wide as a head."""
+    monkeypatch.setattr(trained, "TABLE", 24 * 40 + 23)
+    net = load_model("qwen", [])[0]
+    assert net.config.seq_len == 40 and net.rope.shape == (2, 40, 12)
+
+
+def test_one_file_of_it_is_answered_with_the_folder() -> None:
+    with pytest.raises(UserError, match=r"^ckpt=qwen/model.safetensors is one file .* ckpt=qwen, which"):
+        load_model("qwen/model.safetensors", [])
 
 
 def test_what_cannot_be_loaded_is_named_by_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,11 @@ class Speculated(Generated):
 
 
 class Context:
-    """A model, and what its cache holds of the texts of some rows."""
+    """A model, and what its cache holds of the texts of some rows, of at most `tokens` each."""
 
-    def __init__(self, model: GPT, rows: int, attention: Attention, cache_dtype: str):
+    def __init__(self, model: GPT, rows: int, tokens: int, attention: Attention, cache_dtype: str):
         self.model, self.seq_len = model, model.config.seq_len
-        self.columns = -(-self.seq_len // BLOCK)
+        self.columns = -(-min(tokens, self.seq_len) // BLOCK)
         blocks = BlockPool(rows * self.columns, BLOCK)
         self.cache = paged_cache(model, rows, blocks, attention, cache_dtype)
         self.starts, self.held = [0] * rows, [0] * rows
@@ -261,6 +261,7 @@ def speculate(
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot, seed)
     require_drafts(model, draft, draft_tokens)
     device, contexts = model.device, []
+    tokens = max(map(len, prompts)) + max_new_tokens + draft_tokens
     models = [model] if draft is None else [model, draft]
     training = [each.training for each in models]
     times = [clock(device)]
@@ -268,7 +269,7 @@ def speculate(
         attention = decode_attention or each.transformer.h[0].attn.attention
         kinds, seq_len = paged_kinds(each, cache_dtype), each.config.seq_len
         require_all(each, attention, len(prompts), seq_len, seq_len, kinds)
-        contexts.append(Context(each, len(prompts), attention, cache_dtype))
+        contexts.append(Context(each, len(prompts), tokens, attention, cache_dtype))
     generator = torch.Generator(device)
     seed = generator.seed() if seed is None else seed
     generator.manual_seed(seed)

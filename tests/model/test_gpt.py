@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.base import FEATURES, Attention, Capabilities
 from attention.naive import NaiveAttention
-from model.gpt import GPT, Block, GPTConfig, alibi_slopes, apply_rope, rope_table
+from model.gpt import GPT, Block, GPTConfig, alibi_slopes, apply_rope, rope_table, without_storage
 
 TINY: dict[str, Any] = {"vocab_size": 50, "seq_len": 16, "n_layer": 2, "n_head": 4, "n_embd": 32}
 
@@ -75,6 +75,24 @@ def test_options_add_and_drop_weights(changes: dict, gone: str | None, new: str 
     assert gone is None or (gone in plain and gone not in other)
     assert new is None or (new in other and new not in plain)
     assert not any("rope" in name or "slopes" in name for name in other)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope", "alibi", "t5", "none"])
+def test_without_storage_are_the_same_names_and_shapes(position: str) -> None:
+    changes = {"bias": False, "norm": "rmsnorm", "qk_norm": True} if position == "rope" else {}
+    config = GPTConfig(vocab_size=9, seq_len=256, n_layer=1, n_head=2, n_embd=8, position=position, **changes)
+    own = GPT(config, NaiveAttention()).state_dict()
+    found = without_storage(config).state_dict()
+    assert [*found] == [*own] and all(found[name].is_meta for name in found)
+    assert all(found[name].shape == own[name].shape and found[name].dtype == own[name].dtype for name in own)
+
+
+def test_without_storage_there_are_no_large_tables() -> None:
+    """Which a config from someone else can make so: here 2^47 angles, and 2^21 slopes."""
+    sizes: dict[str, Any] = {"vocab_size": 9, "seq_len": 2**21, "n_layer": 1, "sparsity": "local"}
+    rope = without_storage(GPTConfig(**sizes, n_head=1, n_embd=2, head_dim=2**24, position="rope"))
+    alibi = without_storage(GPTConfig(**sizes, n_head=2**21, n_embd=2**21, position="alibi"))
+    assert not [*rope.buffers(), *alibi.buffers()]
 
 
 def test_initialisation_is_scaled_by_depth() -> None:

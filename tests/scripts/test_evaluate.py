@@ -102,7 +102,9 @@ def test_too_little_memory_is_one_message(
 ) -> None:
     monkeypatch.setattr(torch.nn.Module, "to", mock.Mock(side_effect=torch.OutOfMemoryError("of 9 GiB")))
     out = said(folder, capsys, "ckpt=a", "text=other.txt")
-    assert out == "error: Out of memory (of 9 GiB): give a smaller batch=, or another attention=.\n"
+    assert (
+        out == "error: Out of memory (of 9 GiB): give a smaller batch= or context=, or another attention=.\n"
+    )
 
 
 def test_a_model_that_sees_what_follows_gives_no_perplexity(

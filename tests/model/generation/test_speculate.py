@@ -64,6 +64,16 @@ def test_the_draft_reads_the_texts_as_they_are(monkeypatch):
     speculate(make(**SHAPES["rope_gqa"]), [[1, 2, 3], [4, 5, 1, 2]], 40, draft=draft, seed=0)
 
 
+def test_the_caches_are_as_long_as_the_texts_can_become(monkeypatch):
+    """And no longer, as pretrained models have contexts of 131,072 tokens; of another model its own."""
+    init, columns = Context.__init__, []  # of 16 tokens
+    monkeypatch.setattr(Context, "__init__", lambda self, *a: init(self, *a) or columns.append(self.columns))
+    wide = {"position": "rope", "seq_len": 1024}
+    draft = make(**wide | {"seq_len": 8})
+    speculate(make(**wide), [[1, 2, 3], [4]], 20, draft=draft, draft_tokens=4, **GREEDY)
+    assert columns == [2, 1]  # 3 + 20 + 4 tokens, and 8
+
+
 def near(counts: torch.Tensor, p: torch.Tensor) -> bool:
     """Whether chi-square does not tell apart, at 5 standard deviations."""
     counts, expected = counts.double(), counts.sum() * p.double()
