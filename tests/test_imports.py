@@ -178,6 +178,7 @@ print(*sorted({m.split('.')[0] for m in sys.modules}))
     assert "torch" in result.stdout.split() and "triton" not in result.stdout.split()
 
 
+@pytest.mark.long
 def test_a_model_is_loaded_without_what_trains_and_compiles(tmp_path: Path) -> None:
     """2.4 and 2 of the 5.7 s that generate.py took to begin."""
     make_folder(tmp_path, "llama")

@@ -76,6 +76,7 @@ def test_killed_with_everything_on_continues_bit_for_bit(tmp_path: Path, referen
     assert continued(tmp_path) == references["all"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
@@ -154,6 +155,7 @@ def test_a_terminal_that_goes_away_loses_no_step(tmp_path: Path, references: dic
     assert continued(tmp_path) == references["dropout"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attention", ["sdpa", "tiled"])
 def test_another_attention_goes_on_within_rounding(attention: str, tmp_path: Path, references: dict) -> None:
     assert train_here(tmp_path, *long("plain"), "trainer.limit_val_batches=1.0", "name=a").code == 0

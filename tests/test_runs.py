@@ -53,6 +53,7 @@ def folder(gone_on: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ckpt", "step"), [("a/best", 10), ("runs/a/checkpoints/step-00000015.ckpt", 15), ("a", 20)]
 )
