@@ -44,9 +44,10 @@ def load_model(
     from model.training.runs import runs_folder
 
     runs = runs_folder(runs_dir or own_value("runs_dir", []))
-    return (
-        _of_others(ckpt, overrides, key) if is_pretrained(ckpt, runs) else _of_run(ckpt, overrides, runs, key)
-    )
+    if is_pretrained(ckpt, runs):
+        return _of_others(ckpt, overrides, key)
+    else:
+        return _of_run(ckpt, overrides, runs, key)
 
 
 def is_pretrained(ckpt: str, runs: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Conversations as text, written out by the chat template that a tokenizer has, as transformers does it."""
+"""Conversations formatted as text with the tokenizer's chat template, as in transformers."""
 
 from __future__ import annotations
 

@@ -221,8 +221,8 @@ class Block(nn.Module):
 
 
 class Unfilled(TorchFunctionMode):
-    """Within it, weights are built without first values, for those that are loaded at once: to draw those of
-    GPT-2 124M took 1.7 s of a core, those of a model of 8B two minutes. device: of the weights."""
+    """Within it, weights are allocated but not initialised, for those that are loaded next: the random values
+    of GPT-2 124M took 1.7 s of a core. device: of the weights."""
 
     def __init__(self, device: str | None = None):
         super().__init__()
